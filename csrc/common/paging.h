@@ -1,0 +1,53 @@
+// From slots and block ids to element offsets, always in int64: a cache of more than 2**31 elements is ordinary.
+#pragma once
+
+#include <cstdint>
+
+#include "common/device.h"
+
+namespace pagedkv {
+
+// Strides, in elements, of a cache seen as [num_blocks, block_size, num_kv_heads, head_dim].
+struct CacheStrides {
+  int64_t block, token, head;
+};
+
+PAGEDKV_HD int64_t cache_offset(const CacheStrides& stride, int64_t block, int64_t token_in_block, int64_t kv_head_idx) {
+  return block * stride.block + token_in_block * stride.token + kv_head_idx * stride.head;
+}
+
+template <class Params>
+PAGEDKV_HD CacheStrides key_cache_strides(const Params& p) {
+  return {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride};
+}
+
+template <class Params>
+PAGEDKV_HD CacheStrides value_cache_strides(const Params& p) {
+  return {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride};
+}
+
+// A quantised cache's scale: one a KV head, or one for all.
+PAGEDKV_HD float scale_of(const float* per_head, float value, int64_t kv_head_idx) {
+  return per_head != nullptr ? per_head[kv_head_idx] : value;
+}
+
+// The block that holds a logical token, or -1 where the table names none inside the pool. On the CPU the bindings have
+// raised an error for such an entry already; on a device its keys count as not visible.
+PAGEDKV_HD int64_t block_of_token(const int32_t* block_table, int64_t token, int64_t block_size, int64_t num_blocks) {
+  const int64_t block = block_table[token / block_size];
+  return block >= 0 && block < num_blocks ? block : -1;
+}
+
+template <class T>
+PAGEDKV_HD T min_of(T a, T b) {
+  return a < b ? a : b;
+}
+
+template <class T>
+PAGEDKV_HD T max_of(T a, T b) {
+  return a > b ? a : b;
+}
+
+PAGEDKV_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace pagedkv

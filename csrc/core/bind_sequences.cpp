@@ -1,0 +1,140 @@
+#include <optional>
+#include <utility>
+
+#include "core/bindings.h"
+#include "core/sequences.h"
+
+namespace py = pybind11;
+
+namespace pagedkv {
+namespace {
+
+template <typename T>
+py::array_t<T> to_array(const std::vector<T>& values) {
+  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
+}
+
+// An open batch as arrays.
+struct Batch {
+  int64_t batch_id, max_query_len;
+  py::array_t<int32_t> block_tables, context_lens, query_start_loc;
+  py::array_t<int64_t> slot_mapping, copies;
+};
+
+Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& query_lens) {
+  const std::vector<int64_t> id_list = to_ints(ids, "ids");
+  BatchShape shape;
+  if (query_lens.is_none()) {
+    shape = sequences.open_batch(id_list, std::nullopt);
+  } else {
+    const std::vector<int64_t> lens = to_ints(query_lens, "query_lens");
+    shape = sequences.open_batch(id_list, lens);
+  }
+  try {
+    Batch batch{.batch_id = shape.batch_id,
+                .max_query_len = shape.max_query_len,
+                .block_tables = py::array_t<int32_t>({shape.num_seqs, shape.max_blocks}),
+                .context_lens = py::array_t<int32_t>(shape.num_seqs),
+                .query_start_loc = py::array_t<int32_t>(shape.num_seqs + 1),
+                .slot_mapping = py::array_t<int64_t>(shape.num_tokens),
+                .copies = {}};
+    sequences.fill_batch(shape, batch.block_tables.mutable_data(), batch.context_lens.mutable_data(),
+                         batch.query_start_loc.mutable_data(), batch.slot_mapping.mutable_data());
+    const std::vector<CopyPair> pairs = sequences.take_pending_copies(shape.batch_id);
+    batch.copies = py::array_t<int64_t>({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
+    int64_t* entry = batch.copies.mutable_data();
+    for (const auto& [source, destination] : pairs) {
+      *entry++ = source;
+      *entry++ = destination;
+    }
+    return batch;
+  } catch (...) {
+    sequences.abandon(shape.batch_id);
+    throw;
+  }
+}
+
+py::tuple usage(const Sequences& sequences) {
+  const PoolUsage pool = sequences.usage();
+  return py::make_tuple(to_array(pool.owners), to_array(pool.filled), to_array(pool.label));
+}
+
+int64_t add_sequence(Sequences& sequences, const py::object& token_ids, int64_t num_tokens) {
+  if (token_ids.is_none()) return sequences.add({}, num_tokens);
+  std::vector<int64_t> ids = to_ints(token_ids, "token_ids");
+  const int64_t num_ids = static_cast<int64_t>(ids.size());
+  return sequences.add(std::move(ids), num_ids);
+}
+
+}  // namespace
+
+void bind_sequences(py::module_& module) {
+  py::class_<Batch>(module, "Batch",
+                    "A batch that was opened: what `Sequences.open_batch` returns, as numpy arrays.")
+      .def_readonly("batch_id", &Batch::batch_id)
+      .def_readonly("max_query_len", &Batch::max_query_len)
+      .def_readonly("block_tables", &Batch::block_tables,
+                    "[num_seqs, max_blocks] int32, rows padded with -1.")
+      .def_readonly("context_lens", &Batch::context_lens, "[num_seqs] int32.")
+      .def_readonly("query_start_loc", &Batch::query_start_loc, "[num_seqs + 1] int32.")
+      .def_readonly("slot_mapping", &Batch::slot_mapping, "[num_tokens] int64.")
+      .def_readonly("copies", &Batch::copies, "[num_pairs, 2] int64, to be run before the batch is written.");
+
+  py::class_<Sequences>(module, "Sequences", R"doc(
+The sequences of one cache and the allocator they share: what `PagedKVCache` is built on, in terms of ids.
+
+>>> sequences = Sequences(num_blocks=8, block_size=4)
+>>> first = sequences.add([11, 12, 13, 14, 15]); batch = sequences.open_batch([first])
+>>> batch.block_tables.tolist(), batch.slot_mapping.tolist()
+([[0, 1]], [0, 1, 2, 3, 4])
+)doc")
+      .def(py::init<int64_t, int64_t>(), py::arg("num_blocks"), py::arg("block_size"))
+      .def_property_readonly("num_free_blocks",
+                             [](const Sequences& self) { return self.allocator().num_free_blocks(); })
+      .def_property_readonly("peak_used_blocks",
+                             [](const Sequences& self) { return self.allocator().peak_used_blocks(); })
+      .def("add", &add_sequence, py::arg("token_ids") = py::none(), py::arg("num_tokens") = 0,
+           "A new sequence of these tokens, or of num_tokens unnamed ones. Returns its id.")
+      .def(
+          "append_ids",
+          [](Sequences& self, int64_t id, const py::object& token_ids) {
+            self.append(id, to_ints(token_ids, "token_ids"));
+          },
+          py::arg("id"), py::arg("token_ids"), "More known tokens.")
+      .def("append_count", py::overload_cast<int64_t, int64_t>(&Sequences::append), py::arg("id"),
+           py::arg("num_tokens"), "More known tokens, unnamed.")
+      .def("fork", &Sequences::fork, py::arg("id"),
+           "A sequence with the same tokens that shares every block.")
+      .def("truncate", &Sequences::truncate, py::arg("id"), py::arg("num_tokens"),
+           "Forgets the tokens behind.")
+      .def("free", &Sequences::free, py::arg("id"),
+           "Gives the blocks back. Returns the open batch that became stale by it, or -1. A second call does "
+           "nothing.")
+      .def("is_live", &Sequences::is_live, py::arg("id"))
+      .def("num_tokens", &Sequences::num_tokens, py::arg("id"))
+      .def("num_computed_tokens", &Sequences::num_computed_tokens, py::arg("id"))
+      .def("token_ids", &Sequences::token_ids, py::arg("id"),
+           "Ids of the leading tokens, as far as they were given.")
+      .def("blocks", &Sequences::blocks, py::arg("id"), "Physical ids in logical order.")
+      .def("open_batch", &open_batch, py::arg("ids"), py::arg("query_lens") = py::none(),
+           "Takes the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or "
+           "nothing. The caller "
+           "runs the copies.")
+      .def("commit", &Sequences::commit, py::arg("batch_id"), "Counts the batch's tokens as computed.")
+      .def("abandon", &Sequences::abandon, py::arg("batch_id"), "Gives back the blocks that the batch took.")
+      .def(
+          "can_append",
+          [](Sequences& self, const py::object& ids, const py::object& counts) {
+            return self.can_append(to_ints(ids, "ids"), to_ints(counts, "counts"));
+          },
+          py::arg("ids"), py::arg("counts"),
+          "Whether a batch of all uncomputed tokens and counts[i] more would find its blocks.")
+      .def("usage", &usage,
+           "Per block: owners (int32), filled slots (int64), a label of the first sequence that maps it "
+           "(int32, -1: "
+           "free).")
+      .def("check_integrity", &Sequences::check_integrity,
+           "Recounts everything; RuntimeError names what is broken.");
+}
+
+}  // namespace pagedkv

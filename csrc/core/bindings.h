@@ -1,0 +1,22 @@
+// Shared by the files that make up the Python module pagedkv._core.
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace pagedkv {
+
+// Integers of any kind: a numpy array of any integer dtype, or any sequence of Python or numpy integers. Else
+// TypeError.
+std::vector<int64_t> to_ints(const pybind11::object& object, const std::string& name);
+
+void bind_block_allocator(pybind11::module_& module);
+void bind_block_table(pybind11::module_& module);
+void bind_sequences(pybind11::module_& module);
+
+}  // namespace pagedkv

@@ -1,0 +1,204 @@
+#include "core/block_allocator.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pagedkv {
+
+namespace {
+
+void require(bool holds, const std::string& invariant) {
+  if (!holds) throw std::logic_error("BlockAllocator is corrupt: " + invariant);
+}
+
+}  // namespace
+
+BlockAllocator::BlockAllocator(int64_t num_blocks, int64_t block_size)
+    : num_blocks_(num_blocks), block_size_(block_size) {
+  if (num_blocks < 1 || num_blocks > MAX_BLOCKS) {
+    throw std::invalid_argument("num_blocks must be 1 to " + std::to_string(MAX_BLOCKS) + ", got " +
+                                std::to_string(num_blocks));
+  }
+  if (block_size < 1) {
+    throw std::invalid_argument("block_size must be at least 1, got " + std::to_string(block_size));
+  }
+}
+
+std::vector<int32_t> BlockAllocator::free_blocks() const {
+  std::vector<int32_t> blocks(free_stack_.rbegin(), free_stack_.rend());
+  for (int64_t block = num_touched(); block < num_blocks_; ++block) {
+    blocks.push_back(static_cast<int32_t>(block));
+  }
+  return blocks;
+}
+
+std::vector<int32_t> BlockAllocator::block_ref_counts() const {
+  std::vector<int32_t> counts(num_blocks_, 0);
+  for (size_t block = 0; block < states_.size(); ++block) {
+    counts[block] = states_[block].owners + states_[block].holds;
+  }
+  return counts;
+}
+
+void BlockAllocator::require_free(int64_t count) const {
+  if (count <= num_free_blocks()) return;
+  std::string message = "No free blocks available";
+  if (count > 1) {
+    message += ": " + std::to_string(count) + " needed, " + std::to_string(num_free_blocks()) + " of " +
+               std::to_string(num_blocks_) + " free";
+  }
+  throw OutOfMemory(message);
+}
+
+int32_t BlockAllocator::allocate() {
+  require_free(1);
+  int32_t block;
+  if (free_stack_.empty()) {
+    block = static_cast<int32_t>(states_.size());
+    if (free_stack_.capacity() <= states_.size()) free_stack_.reserve(2 * states_.size() + 64);
+    states_.emplace_back();
+  } else {
+    block = free_stack_.back();
+    free_stack_.pop_back();
+  }
+  states_[block].owners = 1;
+  peak_used_ = std::max(peak_used_, num_used_blocks());
+  return block;
+}
+
+std::vector<int32_t> BlockAllocator::allocate_many(int64_t count) {
+  std::vector<int32_t> blocks;
+  append_blocks(count, blocks);
+  return blocks;
+}
+
+void BlockAllocator::append_blocks(int64_t count, std::vector<int32_t>& blocks) {
+  if (count < 0) {
+    throw std::invalid_argument("the number of blocks must not be negative, got " + std::to_string(count));
+  }
+  require_free(count);
+  const size_t old_size = blocks.size();
+  const size_t num_reused = std::min<size_t>(count, free_stack_.size());
+  const size_t num_touched = states_.size() + (count - num_reused);
+  // All memory is taken first, so that a std::bad_alloc leaves the pool as it was.
+  if (free_stack_.capacity() < num_touched) {
+    free_stack_.reserve(std::max(num_touched, 2 * free_stack_.capacity()));
+  }
+  blocks.resize(old_size + count);
+  int32_t fresh = static_cast<int32_t>(states_.size());
+  try {
+    states_.resize(num_touched);
+  } catch (...) {
+    blocks.resize(old_size);
+    throw;
+  }
+
+  int32_t* next = blocks.data() + old_size;
+  next = std::copy(free_stack_.rbegin(), free_stack_.rbegin() + num_reused, next);
+  free_stack_.resize(free_stack_.size() - num_reused);
+  while (next != blocks.data() + blocks.size()) *next++ = fresh++;
+  for (size_t i = old_size; i < blocks.size(); ++i) states_[blocks[i]].owners = 1;
+  peak_used_ = std::max(peak_used_, num_used_blocks());
+}
+
+void BlockAllocator::reject(const char* verb, int64_t block) const {
+  std::string message = std::string("cannot ") + verb + " block " + std::to_string(block) + ": ";
+  if (block < 0 || block >= num_blocks_) {
+    message += "the pool has blocks 0 to " + std::to_string(num_blocks_ - 1);
+  } else if (block < num_touched() && states_[block].holds > 0) {
+    message += "it has no owner left, only a pending copy reads it";
+  } else {
+    message += "it is already free";
+  }
+  throw std::invalid_argument(message);
+}
+
+void BlockAllocator::free_many(std::span<const int64_t> blocks) {
+  // Counting down and up again finds an id that is listed more often than it has owners.
+  size_t num_valid = 0;
+  for (; num_valid < blocks.size(); ++num_valid) {
+    const int64_t block = blocks[num_valid];
+    if (block < 0 || block >= num_touched() || states_[block].owners == 0) break;
+    --states_[block].owners;
+  }
+  for (size_t i = 0; i < num_valid; ++i) ++states_[blocks[i]].owners;
+  if (num_valid < blocks.size()) {
+    const int64_t block = blocks[num_valid];
+    const auto earlier = blocks.first(num_valid);
+    if (const int64_t num_listed = std::count(earlier.begin(), earlier.end(), block); num_listed > 0) {
+      throw std::invalid_argument("cannot free block " + std::to_string(block) +
+                                  ": it is listed more often than its " + std::to_string(num_listed) +
+                                  " references");
+    }
+    reject("free", block);
+  }
+  for (const int64_t block : blocks) release(static_cast<int32_t>(block));
+}
+
+void BlockAllocator::incr_ref(int64_t block) {
+  const bool used =
+      block >= 0 && block < num_touched() && (states_[block].owners > 0 || states_[block].holds > 0);
+  if (!used) reject("reference", block);
+  ++states_[block].owners;
+}
+
+void BlockAllocator::release(int32_t block) noexcept {
+  BlockState& state = states_[block];
+  if (--state.owners > 0) return;
+  // A copy into a block that nobody owns any more is void.
+  if (state.copy_source != NO_BLOCK) take_copy(block);
+  if (state.holds == 0) free_stack_.push_back(block);
+}
+
+int32_t BlockAllocator::copy_on_write(int32_t block) {
+  const int32_t destination = allocate();
+  // Nothing was written since a copy into `block` was queued (copies are due before the next write), so its
+  // content is still that copy's source. Copying from there keeps every mapping free of chains, which one
+  // launch could not order.
+  const int32_t pending_source = states_[block].copy_source;
+  const int32_t source = pending_source == NO_BLOCK ? block : pending_source;
+  states_[destination].copy_source = source;
+  ++states_[source].holds;
+  release(block);
+  return destination;
+}
+
+CopyPair BlockAllocator::take_copy(int32_t destination) {
+  const int32_t source = std::exchange(states_[destination].copy_source, NO_BLOCK);
+  BlockState& state = states_[source];
+  if (--state.holds == 0 && state.owners == 0) free_stack_.push_back(source);
+  return {source, destination};
+}
+
+void BlockAllocator::check_integrity() const {
+  require(num_touched() <= num_blocks_, "more blocks were handed out than the pool has");
+  require(free_stack_.capacity() >= states_.size(), "the free list has no room for every block");
+  require(num_used_blocks() <= peak_used_ && peak_used_ <= num_blocks_,
+          "the peak is below the number of used blocks");
+  std::vector<bool> is_free(states_.size(), false);
+  for (const int32_t block : free_stack_) {
+    const std::string name = "block " + std::to_string(block);
+    require(block >= 0 && block < num_touched(), name + " in the free list was never handed out");
+    require(!is_free[block], name + " is in the free list twice");
+    is_free[block] = true;
+  }
+  std::vector<int32_t> holds(states_.size(), 0);
+  for (size_t block = 0; block < states_.size(); ++block) {
+    const int32_t source = states_[block].copy_source;
+    if (source == NO_BLOCK) continue;
+    const std::string name = "the pending copy into block " + std::to_string(block);
+    require(source >= 0 && source < num_touched(), name + " reads a block that was never handed out");
+    require(states_[block].owners > 0, name + " has no owner");
+    require(states_[source].copy_source == NO_BLOCK, name + " reads the destination of another one");
+    ++holds[source];
+  }
+  for (size_t block = 0; block < states_.size(); ++block) {
+    const std::string name = "block " + std::to_string(block);
+    require(states_[block].owners >= 0, name + " has a negative count");
+    require(states_[block].holds == holds[block], name + " is not held by as many pending copies as read it");
+    const bool unreferenced = states_[block].owners == 0 && states_[block].holds == 0;
+    require(is_free[block] == unreferenced, name + " is free and referenced, or neither");
+  }
+}
+
+}  // namespace pagedkv

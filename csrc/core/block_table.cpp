@@ -1,0 +1,136 @@
+#include "core/block_table.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace pagedkv {
+
+namespace {
+
+std::shared_ptr<BlockAllocator> allocator_or_private(std::optional<int64_t> block_size,
+                                                     std::shared_ptr<BlockAllocator> allocator) {
+  if (!allocator) {
+    return std::make_shared<BlockAllocator>(BlockAllocator::MAX_BLOCKS,
+                                            block_size.value_or(BlockTable::DEFAULT_BLOCK_SIZE));
+  }
+  if (block_size && *block_size != allocator->block_size()) {
+    throw std::invalid_argument("block_size is " + std::to_string(*block_size) +
+                                ", but the allocator's blocks have " +
+                                std::to_string(allocator->block_size()) + " tokens");
+  }
+  return allocator;
+}
+
+}  // namespace
+
+BlockTable::BlockTable(std::optional<int64_t> block_size, std::shared_ptr<BlockAllocator> allocator)
+    : allocator_(allocator_or_private(block_size, std::move(allocator))) {}
+
+BlockTable::~BlockTable() {
+  if (blocks_.empty()) return;  // a table that was moved from has no allocator either
+  try {
+    free();
+  } catch (...) {
+    // Somebody freed blocks of this table through the allocator. Nobody can be told, and nothing was changed.
+  }
+}
+
+int32_t BlockTable::physical_block(int64_t logical_block) const {
+  if (logical_block < 0 || logical_block >= num_blocks()) {
+    throw std::out_of_range("logical block " + std::to_string(logical_block) +
+                            " is not mapped: the table has " + std::to_string(num_blocks()) + " blocks");
+  }
+  return blocks_[logical_block];
+}
+
+int64_t BlockTable::num_new_blocks(int64_t num_new_tokens) const {
+  if (num_new_tokens > std::numeric_limits<int64_t>::max() - num_tokens_) {
+    throw OutOfMemory("No free blocks available: a table cannot hold 2**63 tokens");
+  }
+  return blocks_for(num_tokens_ + num_new_tokens, block_size()) - num_blocks();
+}
+
+int32_t BlockTable::shared_tail() const {
+  const bool partial = num_tokens_ % block_size() != 0;
+  return partial && allocator_->num_owners(blocks_.back()) > 1 ? blocks_.back() : NO_BLOCK;
+}
+
+void BlockTable::grow(int64_t num_new_tokens) {
+  if (num_new_tokens < 0) {
+    throw std::invalid_argument("num_tokens must not be negative, got " + std::to_string(num_new_tokens));
+  }
+  if (num_new_tokens == 0) return;
+  const int64_t num_new = num_new_blocks(num_new_tokens);
+  const int32_t shared = shared_tail();
+  const int64_t num_needed = num_new + (shared != NO_BLOCK);
+  if (num_needed > allocator_->num_free_blocks()) {
+    throw OutOfMemory("No free blocks available: " + std::to_string(num_new_tokens) + " more tokens need " +
+                      std::to_string(num_needed) + ", " + std::to_string(allocator_->num_free_blocks()) +
+                      " of " + std::to_string(allocator_->num_blocks()) + " are free");
+  }
+  if (shared != NO_BLOCK) {
+    std::erase(copy_destinations_, shared);
+    copy_destinations_.reserve(copy_destinations_.size() + 1);
+    blocks_.back() = allocator_->copy_on_write(shared);
+    copy_destinations_.push_back(blocks_.back());
+  }
+  if (num_new > 0) allocator_->append_blocks(num_new, blocks_);
+  num_tokens_ += num_new_tokens;
+}
+
+void BlockTable::write_slots(int64_t begin, int64_t end, int64_t* slots) const {
+  if (begin < 0 || begin > end || end > num_tokens_) {
+    throw std::out_of_range("slots of tokens " + std::to_string(begin) + " to " + std::to_string(end) +
+                            " were asked for, but the table has room for tokens 0 to " +
+                            std::to_string(num_tokens_) + " only");
+  }
+  const int64_t size = block_size();
+  for (int64_t token = begin; token < end;) {
+    const int64_t offset = token % size;
+    const int64_t first_slot = blocks_[token / size] * size + offset;
+    const int64_t count = std::min(size - offset, end - token);
+    for (int64_t i = 0; i < count; ++i) slots[i] = first_slot + i;
+    slots += count;
+    token += count;
+  }
+}
+
+BlockTable BlockTable::fork() const {
+  BlockTable child(std::nullopt, allocator_);
+  child.blocks_.reserve(blocks_.size());
+  for (const int32_t block : blocks_) {
+    allocator_->incr_ref(block);
+    child.blocks_.push_back(block);  // one by one, so that `child` gives back exactly what it took
+  }
+  child.num_tokens_ = num_tokens_;
+  child.copy_destinations_ = copy_destinations_;
+  return child;
+}
+
+std::vector<CopyPair> BlockTable::take_pending_copies() {
+  std::vector<CopyPair> pairs;
+  for (const int32_t destination : copy_destinations_) {
+    if (allocator_->has_pending_copy(destination)) pairs.push_back(allocator_->take_copy(destination));
+  }
+  copy_destinations_.clear();
+  return pairs;
+}
+
+void BlockTable::truncate(int64_t num_tokens) {
+  if (num_tokens < 0 || num_tokens > num_tokens_) {
+    throw std::invalid_argument("num_tokens must be 0 to " + std::to_string(num_tokens_) +
+                                " to truncate, got " + std::to_string(num_tokens));
+  }
+  const int64_t num_kept = blocks_for(num_tokens, block_size());
+  if (num_kept < num_blocks()) {
+    // The tail goes back first and the head last, so that the next table gets them in order again.
+    const std::vector<int64_t> dropped(blocks_.rbegin(), blocks_.rend() - num_kept);
+    allocator_->free_many(dropped);
+    for (const int64_t block : dropped) std::erase(copy_destinations_, static_cast<int32_t>(block));
+    blocks_.resize(num_kept);
+  }
+  num_tokens_ = num_tokens;
+}
+
+}  // namespace pagedkv

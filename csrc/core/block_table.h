@@ -1,0 +1,55 @@
+// The blocks of one sequence, in order, with copy-on-write of blocks shared between forks.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/block_allocator.h"
+
+namespace pagedkv {
+
+// Owns its blocks: they go back to the allocator when the table dies. The allocator lives as long as its last
+// table.
+class BlockTable {
+ public:
+  static constexpr int64_t DEFAULT_BLOCK_SIZE = 16;
+
+  // Without an allocator the table gets a private one that grows. Without a block_size it is the allocator's.
+  BlockTable(std::optional<int64_t> block_size, std::shared_ptr<BlockAllocator> allocator);
+  BlockTable(BlockTable&&) noexcept = default;
+  BlockTable& operator=(BlockTable&&) = delete;
+  ~BlockTable();
+
+  int64_t num_tokens() const { return num_tokens_; }
+  int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
+  int64_t block_size() const { return allocator_->block_size(); }
+  const std::vector<int32_t>& blocks() const { return blocks_; }  // [num_blocks] physical ids
+  int32_t physical_block(int64_t logical_block) const;
+
+  // Blocks that num_new_tokens more tokens add to the table, the copy of a shared tail not counted.
+  int64_t num_new_blocks(int64_t num_new_tokens) const;
+  // The partly filled last block where other tables own it too, so that a write has to copy it first; else
+  // NO_BLOCK.
+  int32_t shared_tail() const;
+
+  // Makes room for num_new_tokens more tokens that are about to be written. All or nothing.
+  void grow(int64_t num_new_tokens);
+  // Writes the slots of tokens [begin, end) to slots [end - begin].
+  void write_slots(int64_t begin, int64_t end, int64_t* slots) const;
+  BlockTable fork() const;
+  std::vector<CopyPair> take_pending_copies();
+  void truncate(int64_t num_tokens);
+  void free() { truncate(0); }
+
+ private:
+  std::shared_ptr<BlockAllocator> allocator_;
+  std::vector<int32_t> blocks_;  // [ceil(num_tokens / block_size)]
+  int64_t num_tokens_ = 0;
+  // Blocks of this table that may wait for a copy into them. A fork inherits the list, and whichever table
+  // asks first takes the pair: the allocator knows which are still due.
+  std::vector<int32_t> copy_destinations_;
+};
+
+}  // namespace pagedkv

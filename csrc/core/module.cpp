@@ -1,0 +1,73 @@
+// Python module pagedkv._core: the block structures, without torch. Arrays cross as numpy.
+#include "core/bindings.h"
+#include "core/block_allocator.h"
+
+namespace py = pybind11;
+
+namespace pagedkv {
+
+namespace {
+
+[[noreturn]] void throw_not_integers(const std::string& name, const std::string& got) {
+  throw py::type_error(name + " must be integers, got " + got);
+}
+
+std::vector<int64_t> ints_from_array(const py::array& array, const std::string& name) {
+  if (array.ndim() != 1) {
+    throw py::value_error(name + " must be one-dimensional, got " + std::to_string(array.ndim()) +
+                          " dimensions");
+  }
+  if (array.size() == 0) return {};  // of any dtype: np.array([]) is float64
+  const char kind = array.dtype().kind();
+  if (kind != 'i' && kind != 'u') {
+    throw_not_integers(name, "an array of " + std::string(py::str(static_cast<py::object>(array.dtype()))));
+  }
+  const auto ints = py::array_t<int64_t, py::array::c_style | py::array::forcecast>::ensure(array);
+  if (!ints) throw py::error_already_set();
+  std::vector<int64_t> values(ints.data(), ints.data() + ints.size());
+  if (kind == 'u' && array.itemsize() == 8) {
+    for (const int64_t value : values) {
+      if (value < 0) throw py::value_error(name + " holds a value above 2**63 - 1");
+    }
+  }
+  return values;
+}
+
+}  // namespace
+
+std::vector<int64_t> to_ints(const py::object& object, const std::string& name) {
+  if (py::isinstance<py::array>(object))
+    return ints_from_array(py::reinterpret_borrow<py::array>(object), name);
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(object.ptr(), ""));
+  if (!items) {
+    PyErr_Clear();
+    throw_not_integers(name, Py_TYPE(object.ptr())->tp_name);
+  }
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  std::vector<int64_t> values(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(item));
+    if (!integer) {
+      PyErr_Clear();
+      throw_not_integers(name + "[" + std::to_string(i) + "]", Py_TYPE(item)->tp_name);
+    }
+    int overflow = 0;
+    values[i] = PyLong_AsLongLongAndOverflow(integer.ptr(), &overflow);
+    if (overflow != 0) throw py::value_error(name + "[" + std::to_string(i) + "] does not fit into 64 bits");
+  }
+  return values;
+}
+
+PYBIND11_MODULE(_core, module) {
+  module.doc() = "Block structures of pagedkv: allocator, tables, sequences. Needs neither torch nor a GPU.";
+  auto out_of_memory =
+      py::register_local_exception<OutOfMemory>(module, "OutOfMemoryError", PyExc_MemoryError);
+  out_of_memory.attr("__module__") = "pagedkv";
+  out_of_memory.doc() = "Too few cache blocks are free. The call that raised it changed nothing.";
+  bind_block_allocator(module);
+  bind_block_table(module);
+  bind_sequences(module);
+}
+
+}  // namespace pagedkv

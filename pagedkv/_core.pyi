@@ -1,0 +1,145 @@
+"""Block structures of pagedkv: allocator, tables, sequences. Needs neither torch nor a GPU."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+class OutOfMemoryError(MemoryError):
+    """Too few cache blocks are free. The call that raised it changed nothing."""
+
+class BlockAllocator:
+    """A pool of equally sized cache blocks with reference counts."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None: ...
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be handed out."""
+    @property
+    def peak_used_blocks(self) -> int:
+        """The most blocks that were in use at one time."""
+    @property
+    def free_blocks(self) -> list[int]:
+        """Free ids as they will be handed out: most recently freed first, then unused ones ascending."""
+    @property
+    def block_ref_count(self) -> list[int]:
+        """One count per block: the tables that own it and the pending copies that read it; 0 is free."""
+    def allocate(self) -> int:
+        """Take one block; OutOfMemoryError where none is free."""
+    def allocate_many(self, n: int) -> list[int]:
+        """Take n blocks, or none: OutOfMemoryError where fewer are free, ValueError where n is negative."""
+    def free(self, block: int) -> None:
+        """Give up one reference; ValueError where the block is already free or outside the pool."""
+    def free_many(self, blocks: Iterable[int] | npt.NDArray[np.integer]) -> None:
+        """Give up one reference per entry, or none: ValueError where one of them is not to be had."""
+    def incr_ref(self, block: int) -> None:
+        """Add a reference to a block that is in use; ValueError where it is free or outside the pool."""
+    def check_integrity(self) -> None:
+        """Recount everything; RuntimeError names a broken invariant."""
+
+class BlockTable:
+    """The blocks of one sequence, with copy-on-write of blocks shared between forks."""
+
+    def __init__(self, block_size: int | None = None, allocator: BlockAllocator | None = None) -> None: ...
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the table has slots for."""
+    @property
+    def num_blocks(self) -> int:
+        """ceil(num_tokens / block_size)."""
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+    @property
+    def physical_blocks(self) -> list[int]:
+        """Physical ids in logical order."""
+    @property
+    def logical_to_physical(self) -> dict[int, int]:
+        """{logical id: physical id}."""
+    def allocate(self, num_tokens: int) -> list[int]:
+        """Make room for num_tokens more tokens; the physical ids of the new logical blocks."""
+    def get_physical_block(self, logical_block_id: int) -> int:
+        """The physical id of a logical block; IndexError where the table has no such block."""
+    def slot_mapping(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """[stop - start] cache slots of these tokens; IndexError outside 0 <= start <= stop <= num_tokens."""
+    def fork(self) -> BlockTable:
+        """A table of the same tokens that shares every block with this one."""
+    def take_pending_copies(self) -> list[tuple[int, int]]:
+        """(source, destination) pairs due before the next write; each is handed out once."""
+    def truncate(self, num_tokens: int) -> None:
+        """Forget the tokens from num_tokens on; ValueError above the table's."""
+    def free(self) -> None:
+        """Give back every block; a second call does nothing."""
+
+class Batch:
+    """A batch that was opened: what `Sequences.open_batch` returns, as numpy arrays."""
+
+    @property
+    def batch_id(self) -> int: ...
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def block_tables(self) -> npt.NDArray[np.int32]:
+        """[num_seqs, max_blocks], rows padded with -1."""
+    @property
+    def context_lens(self) -> npt.NDArray[np.int32]:
+        """[num_seqs]."""
+    @property
+    def query_start_loc(self) -> npt.NDArray[np.int32]:
+        """[num_seqs + 1]."""
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """[num_tokens]."""
+    @property
+    def copies(self) -> npt.NDArray[np.int64]:
+        """[num_pairs, 2], to be run before the batch is written."""
+
+class Sequences:
+    """The sequences of one cache and the allocator they share, in terms of ids."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None: ...
+    @property
+    def num_free_blocks(self) -> int: ...
+    @property
+    def peak_used_blocks(self) -> int: ...
+    def add(
+        self, token_ids: Iterable[int] | npt.NDArray[np.integer] | None = None, num_tokens: int = 0
+    ) -> int:
+        """A new sequence of these tokens, or of num_tokens unnamed ones; its id."""
+    def append_ids(self, id: int, token_ids: Iterable[int] | npt.NDArray[np.integer]) -> None:
+        """More known tokens."""
+    def append_count(self, id: int, num_tokens: int) -> None:
+        """More known tokens, unnamed."""
+    def fork(self, id: int) -> int:
+        """A sequence with the same tokens that shares every block."""
+    def truncate(self, id: int, num_tokens: int) -> None:
+        """Forget the tokens behind."""
+    def free(self, id: int) -> int:
+        """Give the blocks back; the open batch that became stale by it, or -1."""
+    def is_live(self, id: int) -> bool: ...
+    def num_tokens(self, id: int) -> int: ...
+    def num_computed_tokens(self, id: int) -> int: ...
+    def token_ids(self, id: int) -> list[int]:
+        """Ids of the leading tokens, as far as they were given."""
+    def blocks(self, id: int) -> list[int]:
+        """Physical ids in logical order."""
+    def open_batch(
+        self, ids: Iterable[int], query_lens: Iterable[int] | npt.NDArray[np.integer] | None = None
+    ) -> Batch:
+        """Take the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or nothing."""
+    def commit(self, batch_id: int) -> None:
+        """Count the batch's tokens as computed."""
+    def abandon(self, batch_id: int) -> None:
+        """Give back the blocks that the batch took."""
+    def can_append(self, ids: Iterable[int], counts: Iterable[int] | npt.NDArray[np.integer]) -> bool:
+        """Whether a batch of all uncomputed tokens and counts[i] more would find its blocks."""
+    def usage(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        """Per block: owners, filled slots, a label of the first sequence that maps it (-1: free)."""
+    def check_integrity(self) -> None:
+        """Recount everything; RuntimeError names what is broken."""

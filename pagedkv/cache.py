@@ -1,0 +1,398 @@
+"""`PagedKVCache`: key and value pools, the sequences in them, and the batches that an attention layer needs.
+
+The bookkeeping is C++ (`pagedkv._core`); this module holds the tensors. Its calls hold the GIL, so threads
+may share a cache as long as no two of them work on one batch at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pagedkv import _core, _picture, _pool, ops
+from pagedkv._handles import Batch, Ints, Sequence, host_ints
+
+__all__ = ["Batch", "CacheStats", "PagedKVCache", "Sequence"]
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """How full a cache is, at one moment: `num_blocks == num_used + num_free`."""
+
+    num_blocks: int
+    """Blocks in the pool."""
+    num_used: int
+    """Blocks that some sequence maps; a shared block counts once."""
+    num_free: int
+    """Blocks that no sequence maps."""
+    utilization: float
+    """Filled slots of distinct used blocks / (num_used * block_size); 1.0 where no block is used."""
+    internal_fragmentation: float
+    """1 - utilization."""
+    peak_used: int
+    """The largest num_used so far."""
+    bytes: int
+    """Bytes of the pool's tensors, scales included."""
+
+
+class PagedKVCache:
+    """A paged key-value cache for all layers of a model.
+
+    One key and one value tensor a layer, `key_caches[layer]` and `value_caches[layer]`, each
+    `[num_blocks, block_size, num_kv_heads, head_dim]`. They start uninitialised: slots that no token was
+    written to are never visible in a result.
+
+    Args:
+        num_layers: attention layers.
+        num_kv_heads: key-value heads of a layer.
+        head_dim: of keys, and of values too unless value_head_dim says otherwise.
+        value_head_dim: of values.
+        num_blocks: blocks in the pool. Exactly one of num_blocks and memory is given.
+        memory: bytes for all tensors of the cache together, scales included: an int, text ("2GiB", "1.5GB"),
+            or a fraction (float) of the device's free memory, container limits included.
+        block_size: tokens in a block, any integer of at least 1.
+        dtype: of queries, keys and values; float16, bfloat16 or float32. Default: torch's.
+        kv_dtype: what the cache stores; dtype (the default), float8_e4m3fn, float8_e5m2 or int8.
+        device: "cpu" or a CUDA device.
+        k_scales: value = stored * scale, `[num_layers, num_kv_heads]` float32 or one float for all; int8
+            needs them, for float8 they default to 1, other caches take none.
+        v_scales: the same for values.
+
+    Raises:
+        ValueError: sizes below 1, both or neither of num_blocks and memory, memory for less than one block,
+            scales that do not fit the dtype.
+        TypeError: an unsupported dtype.
+
+    >>> cache = pagedkv.PagedKVCache(num_layers=1, num_kv_heads=1, head_dim=8, num_blocks=4)
+    >>> seq = cache.add_sequence([11, 12, 13]); batch = cache.batch([seq]); q = torch.ones(3, 2, 8)
+    >>> cache.attend(0, q, torch.ones(3, 1, 8), torch.ones(3, 1, 8), batch).shape, seq.num_computed_tokens
+    (torch.Size([3, 2, 8]), 3)
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        value_head_dim: int | None = None,
+        num_blocks: int | None = None,
+        memory: int | float | str | None = None,
+        block_size: int = 16,
+        dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        k_scales: torch.Tensor | float | None = None,
+        v_scales: torch.Tensor | float | None = None,
+    ) -> None:
+        """Allocate the pool; see the class."""
+        sizes = {
+            "num_layers": num_layers,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "block_size": block_size,
+        }
+        if value_head_dim is not None:
+            sizes["value_head_dim"] = value_head_dim
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        self.block_size = block_size
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.kv_dtype = self.dtype if kv_dtype is None else kv_dtype
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {self.device}")
+        _pool.check_dtypes(self.dtype, self.kv_dtype, k_scales, v_scales)
+        scales_shape = (num_layers, num_kv_heads)
+        self.k_scales = _pool.make_scales("k_scales", k_scales, scales_shape, self.device)
+        self.v_scales = _pool.make_scales("v_scales", v_scales, scales_shape, self.device)
+        scales_bytes = sum(scales.nbytes for scales in (self.k_scales, self.v_scales) if scales is not None)
+        self.num_blocks = _pool.choose_num_blocks(
+            num_blocks, memory, self.bytes_per_block, scales_bytes, self.device
+        )
+        self._core = _core.Sequences(self.num_blocks, block_size)
+        self.key_caches = self._make_caches(self.head_dim)
+        self.value_caches = self._make_caches(self.value_head_dim)
+        self.device = self.key_caches[0].device  # "cuda" has become "cuda:0"
+        self._open_batches: dict[int, Batch] = {}
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block: keys and values of all layers, without the scales."""
+        elements_per_token = self.num_layers * self.num_kv_heads * (self.head_dim + self.value_head_dim)
+        return self.block_size * elements_per_token * self.kv_dtype.itemsize
+
+    def add_sequence(self, token_ids: Ints | None = None, *, num_tokens: int = 0) -> Sequence:
+        """Make a sequence of these tokens; blocks are taken by the batches that compute them.
+
+        Args:
+            token_ids: `[n]` ids, any sequence, array or tensor of integers.
+            num_tokens: how many tokens, where their ids do not matter.
+
+        Raises:
+            ValueError: both are given; num_tokens is negative.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
+        >>> cache.add_sequence(range(3)), cache.add_sequence(num_tokens=2).num_tokens
+        (Sequence(num_tokens=3, num_computed_tokens=0, block_table=[]), 2)
+        """
+        if token_ids is None:
+            return Sequence(self, self._settled_core().add(None, num_tokens))
+        if num_tokens != 0:
+            raise ValueError("add_sequence takes token_ids or num_tokens, not both")
+        return Sequence(self, self._settled_core().add(host_ints(token_ids)))
+
+    def batch(self, sequences: Iterable[Sequence], query_lens: Ints | None = None) -> Batch:
+        """Open a batch over the next uncomputed tokens of each sequence: take their blocks, all or nothing.
+
+        Blocks that are shared with other sequences and written here are copied first.
+
+        Args:
+            sequences: distinct sequences of this cache; none of them in an open batch.
+            query_lens: `[num_seqs]`, how many of the uncomputed tokens each computes, 0 allowed; None: all.
+
+        Raises:
+            OutOfMemoryError: too few blocks are free; nothing was changed.
+            ValueError: a sequence was freed, is listed twice, belongs to another cache, or is in a batch that
+                was neither committed nor abandoned; more tokens than are uncomputed.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2)
+        >>> a, b = cache.add_sequence([1, 2, 3]), cache.add_sequence([4])
+        >>> cache.batch([a, b]).block_tables.tolist()
+        [[0, 1], [2, -1]]
+        """
+        handles = tuple(sequences)
+        lens = None if query_lens is None else host_ints(query_lens)
+        arrays = self._settled_core().open_batch(self._ids(handles), lens)
+        if len(arrays.copies) > 0:
+            # Should this fail, the sequences stay in a batch that nobody has: they can be freed, but not
+            # read.
+            ops.copy_blocks(self.key_caches, self.value_caches, torch.from_numpy(arrays.copies))
+        batch = Batch(self, handles, arrays)
+        self._open_batches[batch._batch_id] = batch
+        return batch
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Write the batch's keys and values of one layer, then attend.
+
+        With the last layer the batch is committed. Can be traced by `torch.compile(fullgraph=True)`.
+
+        Args:
+            layer: 0 to num_layers - 1, in any order.
+            q: `[num_tokens, num_heads, head_dim]` dtype, rows as in `batch.query_start_loc`.
+            k: `[num_tokens, num_kv_heads, head_dim]` dtype.
+            v: `[num_tokens, num_kv_heads, value_head_dim]` dtype.
+            batch: an open batch of this cache.
+            options: keywords of `pagedkv.paged_attention`: window, softcap, sinks, return_lse, ...
+
+        Returns:
+            `[num_tokens, num_heads, value_head_dim]` dtype, and the lse with return_lse=True.
+
+        Raises:
+            IndexError: there is no such layer.
+            ValueError: the batch is another cache's, committed, abandoned, or has lost a sequence to `free`.
+        """
+        if batch._cache is not self:
+            raise ValueError("the batch belongs to another cache")
+        batch._require_open("attend")
+        if batch._all_attended():
+            raise ValueError("cannot attend the batch: it was committed when its last layer was attended")
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer {layer} is outside 0 to {self.num_layers - 1}")
+        key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
+        k_scale = None if self.k_scales is None else self.k_scales[layer]
+        v_scale = None if self.v_scales is None else self.v_scales[layer]
+        ops.reshape_and_cache(
+            k, v, key_cache, value_cache, batch.slot_mapping, k_scale=k_scale, v_scale=v_scale
+        )
+        out = ops.paged_attention(
+            q,
+            batch.block_tables,
+            key_cache,
+            value_cache,
+            batch.context_lens,
+            query_start_loc=batch.query_start_loc,
+            max_query_len=batch.max_query_len,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            **options,
+        )
+        # The C++ core hears of it at the next call that asks (_settled_core): a call here would break a
+        # traced graph.
+        batch._attended.add(layer)
+        return out
+
+    def commit(self, batch: Batch) -> None:
+        """Count the batch's tokens as computed. A second commit does nothing.
+
+        `attend` does so by itself with the last layer.
+
+        Raises:
+            ValueError: the batch is another cache's, was abandoned, or has lost a sequence to `free`.
+        """
+        self._require_mine(batch)
+        if batch._state != "committed":
+            batch._require_open("commit")
+            self._close(batch, "committed")
+
+    def abandon(self, batch: Batch) -> None:
+        """Undo a batch that failed midway: give back its blocks. Its tokens stay known, and uncomputed.
+
+        A shared block that was copied for it stays copied. A second call does nothing.
+
+        Raises:
+            ValueError: the batch is another cache's or was committed.
+        """
+        self._require_mine(batch)
+        if batch._state == "committed":
+            raise ValueError("cannot abandon the batch: it was committed (truncate its sequences instead)")
+        if batch._state != "abandoned":
+            self._close(batch, "abandoned")
+
+    def can_allocate(self, num_tokens: int) -> bool:
+        """Whether a new sequence of num_tokens tokens would find its blocks now.
+
+        Raises:
+            ValueError: num_tokens is negative.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=2, block_size=16)
+        >>> cache.can_allocate(32), cache.can_allocate(33)
+        (True, False)
+        """
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+        return -(-num_tokens // self.block_size) <= self._settled_core().num_free_blocks
+
+    def can_append(self, sequences: Iterable[Sequence], counts: Ints) -> bool:
+        """Whether counts[i] more tokens of sequences[i] would find their blocks now.
+
+        It says what a batch of all uncomputed tokens and those would do, exactly: copies of shared blocks are
+            counted, and the slack in last blocks is used.
+
+        Args:
+            sequences: distinct sequences of this cache.
+            counts: `[num_seqs]`.
+
+        Raises:
+            ValueError: a sequence was freed, is listed twice or belongs to another cache; a negative count.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=1, block_size=16)
+        >>> seq = cache.add_sequence(num_tokens=15)
+        >>> cache.can_append([seq], [1]), cache.can_append([seq], [2])
+        (True, False)
+        """
+        return self._settled_core().can_append(self._ids(tuple(sequences)), host_ints(counts))
+
+    def stats(self) -> CacheStats:
+        """Count blocks, filled slots and bytes; O(num_blocks). Slots of an open batch count as filled.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=16)
+        >>> seq = cache.add_sequence(num_tokens=24); cache.commit(cache.batch([seq]))
+        >>> cache.stats().utilization
+        0.75
+        """
+        core = self._settled_core()
+        _, filled, _ = core.usage()
+        num_used = self.num_blocks - core.num_free_blocks
+        utilization = int(filled.sum()) / (num_used * self.block_size) if num_used > 0 else 1.0
+        scales = [scale for scale in (self.k_scales, self.v_scales) if scale is not None]
+        return CacheStats(
+            num_blocks=self.num_blocks,
+            num_used=num_used,
+            num_free=core.num_free_blocks,
+            utilization=utilization,
+            internal_fragmentation=1.0 - utilization,
+            peak_used=core.peak_used_blocks,
+            bytes=sum(tensor.nbytes for tensor in [*self.key_caches, *self.value_caches, *scales]),
+        )
+
+    def draw(self, width: int = 64) -> str:
+        """A picture of the pool for a terminal, one character a block, `width` blocks a row.
+
+        `.` is free; a letter is a sequence's own block, in lower case where it is partly filled; `#` is
+        shared by several sequences, `+` where it is partly filled. Letters are handed out again after 26
+        sequences. Runs of free rows are left out.
+
+        Raises:
+            ValueError: width is below 1.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=8, block_size=2)
+        >>> a = cache.add_sequence(num_tokens=5); b = cache.add_sequence(num_tokens=2)
+        >>> cache.commit(cache.batch([a, b]))
+        >>> print(cache.draw())
+        0  AAaB....
+        """
+        return _picture.draw_pool(*self._settled_core().usage(), self.block_size, width)
+
+    def __str__(self) -> str:
+        """Summarise the pool in a line, and draw it."""
+        stats = self.stats()
+        return (
+            f"{stats.num_blocks} blocks of {self.block_size} tokens: {stats.num_used} used "
+            f"({stats.utilization:.1%} filled), {stats.num_free} free, {stats.bytes / 2**20:.1f} MiB\n"
+            f"{self.draw()}"
+        )
+
+    def _make_caches(self, head_dim: int) -> list[torch.Tensor]:
+        shape = (self.num_blocks, self.block_size, self.num_kv_heads, head_dim)
+        return [torch.empty(shape, dtype=self.kv_dtype, device=self.device) for _ in range(self.num_layers)]
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        # torch does not hand out the pinned memory again before the copy out of it is done.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def _ids(self, sequences: tuple[Sequence, ...]) -> list[int]:
+        ids = [
+            sequence._id
+            for sequence in sequences
+            if isinstance(sequence, Sequence) and sequence._cache is self
+        ]
+        if len(ids) == len(sequences):
+            return ids
+        for i, sequence in enumerate(sequences):
+            if not isinstance(sequence, Sequence):
+                raise TypeError(f"sequences[{i}] must be a Sequence, got {type(sequence).__name__}")
+            if sequence._cache is not self:
+                raise ValueError(f"sequences[{i}] belongs to another cache")
+        raise AssertionError("unreachable")
+
+    def _settled_core(self) -> _core.Sequences:
+        """The C++ core, once it has heard of every batch whose last layer was attended."""
+        if self._open_batches:
+            for batch in list(self._open_batches.values()):
+                if batch._state == "open" and batch._all_attended():
+                    self._close(batch, "committed")
+        return self._core
+
+    def _close(self, batch: Batch, state: str) -> None:
+        if state == "committed":
+            self._core.commit(batch._batch_id)
+        else:
+            self._core.abandon(batch._batch_id)
+        batch._state = state
+        del self._open_batches[batch._batch_id]
+
+    def _require_mine(self, batch: Batch) -> None:
+        if batch._cache is not self:
+            raise ValueError("the batch belongs to another cache")
+        self._settled_core()
+
+    def _free(self, sequence_id: int) -> None:
+        stale = self._open_batches.get(self._settled_core().free(sequence_id))
+        if stale is not None:
+            stale._state = "stale"

@@ -1,0 +1,109 @@
+"""Builds and loads the back-end ``emulated``: the bindings and the CUDA kernels, on the emulator of this folder.
+
+The library registers ``torch.ops.pagedkv_emulated.*`` for CPU tensors, beside the ``torch.ops.pagedkv.*`` of the
+installed package; the two share no symbol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+EMULATOR = Path(__file__).resolve().parent
+ROOT = EMULATOR.parent.parent
+CSRC = ROOT / "csrc"
+
+# nvcc does not take types for proof that two accesses differ, and kernels view memory as vectors of other types.
+FLAGS = [
+    "-std=c++20",
+    "-O2",
+    "-fopenmp",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+    "-DPAGEDKV_EMULATED",
+    "-DPAGEDKV_NAMESPACE=pagedkv_emulated",
+]
+
+
+def kernel_files() -> list[Path]:
+    """Every ``.cu`` file of the CUDA back-end."""
+    return sorted((CSRC / "cuda").rglob("*.cu"))
+
+
+def binding_files() -> list[Path]:
+    """The bindings, without the Python module of the package and without operators that have no CUDA kernel yet."""
+    cpu_operators = {path.stem for path in (CSRC / "cpu").glob("*.cpp")}
+    cuda_operators = {path.relative_to(CSRC / "cuda").parts[0].removesuffix(".cu") for path in kernel_files()}
+    excluded = (cpu_operators - cuda_operators) | {"module"}
+    return sorted(path for path in (CSRC / "bindings").glob("*.cpp") if path.stem not in excluded)
+
+
+def emulator_files() -> list[Path]:
+    """The emulator, without its own tests."""
+    return sorted(path for path in EMULATOR.glob("*.cpp") if not path.stem.startswith("test_"))
+
+
+def wrap_kernels(directory: Path) -> list[Path]:
+    """Give each ``.cu`` file a ``.cpp`` that includes it, since torch hands ``.cu`` files to nvcc."""
+    wrappers = []
+    for kernel in kernel_files():
+        name = "_".join(kernel.relative_to(CSRC / "cuda").with_suffix("").parts)
+        wrapper = directory / f"{name}.emulated.cpp"
+        text = f'#include "{kernel}"\n'
+        if not wrapper.exists() or wrapper.read_text() != text:
+            wrapper.write_text(text)
+        wrappers.append(wrapper)
+    return wrappers
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Keep other processes out while this one builds; a process that dies lets the next one in."""
+    with (directory / "exclusive").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        # torch's own lock is a file that a killed build leaves behind, and then waits for without end.
+        (directory / "lock").unlink(missing_ok=True)
+        yield
+
+
+def find_ninja() -> None:
+    """Put the ninja of this virtual environment on PATH, where torch looks for it."""
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+@functools.cache
+def load() -> None:
+    """Compile what has changed since the last call, in any process, and load the library.
+
+    Raises:
+        RuntimeError: the compiler or ninja failed; the message holds their output.
+    """
+    # The package's import needs torch alone, so the slow import of the build machinery waits until here.
+    from torch.utils import cpp_extension
+
+    find_ninja()
+    directory = ROOT / "build" / "emulated" / f"torch-{torch.__version__}"
+    directory.mkdir(parents=True, exist_ok=True)
+    with exclusive(directory):
+        cpp_extension.load(
+            name="pagedkv_emulated",
+            sources=[str(path) for path in [*binding_files(), *wrap_kernels(directory), *emulator_files()]],
+            extra_include_paths=[str(CSRC), str(EMULATOR)],
+            extra_cflags=[*FLAGS, f"-ffile-prefix-map={ROOT}/="],  # fault reports name files as the repository does
+            extra_ldflags=["-fopenmp"],
+            build_directory=str(directory),
+            with_cuda=False,
+            is_python_module=False,
+        )
