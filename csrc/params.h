@@ -98,6 +98,7 @@ struct CopyBlocksParams {
   const BlockPair* pairs;           // [num_pairs] on the host, no destination twice
   int64_t num_caches, num_pairs;
   int64_t num_staged;  // the first num_staged pairs read blocks that other pairs write: their sources go through staging
+  bool cross_device;   // one side is host memory or another device: the bytes go by cudaMemcpyAsync
   char* const* staging;  // [num_caches] on the host, each [num_staged, bytes of its block] beside sources; null without any
 };
 

@@ -142,6 +142,7 @@ CopyBlocksParams BlockCopy::params() const {
   params.num_caches = static_cast<int64_t>(sources.size());
   params.num_pairs = static_cast<int64_t>(pairs.size());
   params.num_staged = num_staged;
+  params.cross_device = cross_device;
   params.staging = staging.data();
   return params;
 }
@@ -161,7 +162,8 @@ BlockCopy plan_block_copy(at::TensorList sources, const char* sources_name, at::
     if (sources[i].numel() == 0) continue;
     fill_layouts(sources[i], destinations[i], copy.sources.emplace_back(), copy.destinations.emplace_back());
   }
-  if (copy.sources.empty() || sources[0].device() != destinations[0].device()) return copy;
+  copy.cross_device = !sources.empty() && sources[0].device() != destinations[0].device();
+  if (copy.sources.empty() || copy.cross_device) return copy;
   copy.num_staged = count_staged(copy.sources, copy.destinations, copy.pairs);
   if (copy.num_staged == 0) return copy;
   for (const BlockLayout& source : copy.sources) {

@@ -14,6 +14,7 @@ struct BlockCopy {
   std::vector<Tensor> staging_tensors;
   std::vector<char*> staging;
   int64_t num_staged = 0;
+  bool cross_device = false;
 
   CopyBlocksParams params() const;
 };

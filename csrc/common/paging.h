@@ -31,11 +31,14 @@ PAGEDKV_HD float scale_of(const float* per_head, float value, int64_t kv_head_id
   return per_head != nullptr ? per_head[kv_head_idx] : value;
 }
 
-// The block that holds a logical token, or -1 where the table names none inside the pool. On the CPU the bindings have
-// raised an error for such an entry already; on a device its keys count as not visible.
-PAGEDKV_HD int64_t block_of_token(const int32_t* block_table, int64_t token, int64_t block_size, int64_t num_blocks) {
-  const int64_t block = block_table[token / block_size];
-  return block >= 0 && block < num_blocks ? block : -1;
+// The block that holds a logical token, or -1 where the table is too short or names none inside the pool. On the CPU the
+// bindings have raised an error for such a token already; on a device it counts as not visible.
+template <class Params>
+PAGEDKV_HD int64_t block_of_token(const Params& p, int64_t seq_idx, int64_t token) {
+  const int64_t entry = token / p.block_size;
+  if (entry >= p.max_blocks_per_seq) return -1;
+  const int64_t block = p.block_tables[seq_idx * p.block_tables_seq_stride + entry];
+  return block >= 0 && block < p.num_blocks ? block : -1;
 }
 
 template <class T>
