@@ -11,7 +11,7 @@ import torch
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_UNITS = {
+_UNITS: dict[str, int] = {
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
@@ -110,7 +110,8 @@ def memory_budget(memory: int | float | str, device: torch.device) -> int:
                 'or KiB, MiB, GiB, TiB (powers of 1024), like "2GiB"'
             )
         whole, _, decimals = match[1].partition(".")
-        return int(whole + decimals) * _UNITS[match[2].lower()] // 10 ** len(decimals)
+        denominator: int = 10 ** len(decimals)
+        return int(whole + decimals) * _UNITS[match[2].lower()] // denominator
     if isinstance(memory, int | np.integer) and not isinstance(memory, bool):
         return int(memory)
     if not isinstance(memory, float):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
-import pytest
-import torch
-from helpers import Backend
+# Before torch is loaded: OpenMP's threads wait asleep instead of spinning. Tests make thousands of tiny parallel
+# regions, and several workers share the cores; spinning makes that ten times slower.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from helpers import Backend  # noqa: E402
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")

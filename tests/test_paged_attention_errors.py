@@ -222,24 +222,23 @@ def test_block_errors_name_the_sequence(backend: Backend) -> None:
 @pytest.mark.parametrize("hidden_by", ["window", "kv_starts", "no queries", "length 0"])
 def test_blocks_that_are_not_needed_are_not_checked(backend: Backend, hidden_by: str) -> None:
     arguments = valid_call(backend)
-    expected = call(backend, arguments)
     if hidden_by == "window":  # queries at 6, 7, 8 with a window of 3 see from key 4 on; block 0 holds 0 - 3
         arguments["window"] = 3
-        arguments["block_tables"][0, 0] = -1
+        bad_entries = (0, slice(0, 1))
     elif hidden_by == "kv_starts":
-        arguments["kv_starts"] = torch.tensor([4, 0], dtype=torch.int32, device=backend.device)
-        arguments["block_tables"][0, 0] = 2**31 - 1
+        arguments["kv_starts"] = backend.tensor([4, 0])
+        bad_entries = (0, slice(0, 1))
     elif hidden_by == "no queries":
-        arguments["query_start_loc"] = torch.tensor([0, 0, 2], dtype=torch.int32, device=backend.device)
-        arguments["block_tables"][0] = -1
+        arguments["query_start_loc"] = backend.tensor([0, 0, 2])
+        bad_entries = (0, slice(None))
     else:
-        arguments["context_lens"] = torch.tensor([0, 4], dtype=torch.int32, device=backend.device)
-        arguments["block_tables"][0] = -1
-    with backend.index_checks():
-        out = call(backend, arguments)
-    assert out.isfinite().all()
-    if hidden_by in ("window", "kv_starts"):
-        torch.testing.assert_close(out[3:], expected[3:], rtol=1e-5, atol=1e-6)
+        arguments["context_lens"] = backend.tensor([0, 4])
+        bad_entries = (0, slice(None))
+    expected = call(backend, arguments)
+    for bad in UNUSED_BLOCK_IDS:
+        arguments["block_tables"][bad_entries] = bad
+        with backend.index_checks():
+            assert_same_bits(call(backend, arguments), expected)
     if hidden_by == "window":  # a query more brings key 3 into sight, and with it block 0
         arguments["window"] = 4
         with backend.index_checks(), pytest.raises(IndexError, match=r"block_tables\[0, 0\]"):
@@ -268,15 +267,6 @@ def test_negative_context_len(backend: Backend) -> None:
 
 
 # ---------------------------------------------------------------------------------------------- devices and grad
-
-
-def test_built_without_cuda_or_mixed_devices(backend: Backend) -> None:
-    # A meta tensor stands for "another device"; it takes no GPU to have one.
-    for name in ARGUMENTS:
-        arguments = valid_call(backend)
-        arguments[name] = arguments[name].to("meta")
-        with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
-            call(backend, arguments)
 
 
 def test_device_guard(backend: Backend) -> None:

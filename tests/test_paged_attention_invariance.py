@@ -317,8 +317,7 @@ def test_block_table_overread(backend: Backend, block_size: int) -> None:
         case = build_case(
             [context_len],
             device=backend.device,
-            num_heads=1,
-            num_kv_heads=1,
+            num_heads=8,
             head_dim=8,
             block_size=block_size,
             extra_table_entries=0,

@@ -72,9 +72,10 @@ inline void async_copy_commit() { commit_async_copies(); }
 inline void async_copy_wait(size_t num_groups) {
   for (size_t num_due = num_async_copies_due(num_groups); num_due > 0; --num_due) {
     const AsyncCopy copy = pop_async_copy();
-    std::memcpy(copy.destination, copy.source, static_cast<size_t>(copy.num_source_bytes));
-    std::memset(copy.destination + copy.num_source_bytes, 0,
-                static_cast<size_t>(copy.num_bytes - copy.num_source_bytes));
+    std::memset(copy.destination, 0, static_cast<size_t>(copy.num_bytes));
+    if (copy.num_source_bytes > 0) {  // the source may be null where nothing is read
+      std::memcpy(copy.destination, copy.source, static_cast<size_t>(copy.num_source_bytes));
+    }
   }
   preempt();
 }

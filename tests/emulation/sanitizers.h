@@ -46,6 +46,7 @@ inline void forget_frames(void*, size_t) {}
 #endif
 
 #if defined(PAGEDKV_EMULATOR_TSAN)
+inline constexpr bool WATCHES_RACES = true;
 inline void* current_race_context() { return __tsan_get_current_fiber(); }
 inline void* create_race_context() { return __tsan_create_fiber(0); }
 inline void destroy_race_context(void* context) { __tsan_destroy_fiber(context); }
@@ -55,6 +56,7 @@ inline void switch_race_context(void* context) {
 inline void release(char* tag) { __tsan_release(tag); }
 inline void acquire(char* tag) { __tsan_acquire(tag); }
 #else
+inline constexpr bool WATCHES_RACES = false;
 inline void* current_race_context() { return nullptr; }
 inline void* create_race_context() { return nullptr; }
 inline void destroy_race_context(void*) {}

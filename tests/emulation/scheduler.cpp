@@ -46,6 +46,8 @@ void Scheduler::FreeShared::operator()(unsigned char* shared) const {
   ::operator delete(shared, SHARED_ALIGNMENT);
 }
 
+Scheduler::~Scheduler() { destroy_race_contexts(); }
+
 // ---- The launch and its CTAs
 // ---------------------------------------------------------------------------------------
 
@@ -74,7 +76,8 @@ void Scheduler::begin_launch(const LaunchShape& shape, const Options& options, K
     thread.scheduler = this;
     thread.async_copies = &thread.copies;
     thread.counters = &counters_;
-    thread.race_context = sanitizers::create_race_context();
+    if (race_contexts_.size() < threads_.size()) race_contexts_.push_back(sanitizers::create_race_context());
+    thread.race_context = race_contexts_[static_cast<size_t>(thread_idx)];
     ++warps_[static_cast<size_t>(thread.warp_idx)].num_lanes;
     const bool descending = options.schedule == Schedule::descending;
     order_[static_cast<size_t>(thread_idx)] = descending ? num_threads_ - 1 - thread_idx : thread_idx;
@@ -82,7 +85,6 @@ void Scheduler::begin_launch(const LaunchShape& shape, const Options& options, K
 }
 
 void Scheduler::end_launch() {
-  for (ThreadRecord& thread : threads_) sanitizers::destroy_race_context(thread.race_context);
   threads_.clear();
   shared_.reset();
 }
@@ -104,8 +106,10 @@ bool Scheduler::run_cta(uint64_t cta_idx) {
       resume(thread);
       if (!fault_text_.empty()) return abandon_cta();
       if (thread.status == Status::returned) {
-        recycle_fiber(thread);
         ++num_returned;
+        // The next thread runs on the same, warm stack; but where races are watched, it would seem to race
+        // for it.
+        if (!sanitizers::WATCHES_RACES) recycle_fiber(thread);
       }
     }
     if (!progress) {
@@ -129,6 +133,7 @@ void Scheduler::begin_cta(uint64_t cta_idx) {
 
 bool Scheduler::end_cta() {
   sanitizers::acquire(&end_tag_);
+  for (ThreadRecord& thread : threads_) recycle_fiber(thread);
   const unsigned char* canary = cta_.shared + cta_.shared_bytes;
   const bool intact =
       std::all_of(canary, canary + CANARY_BYTES, [](unsigned char byte) { return byte == POISON; });
@@ -141,11 +146,12 @@ bool Scheduler::end_cta() {
 // Leaves every thread where it stands. Its frames hold no destructors, and its stack is rewound for the next
 // user.
 bool Scheduler::abandon_cta() {
+  sanitizers::acquire(&end_tag_);
   for (ThreadRecord& thread : threads_) {
-    if (thread.fiber == nullptr) continue;
-    thread.fiber->rewind();
+    if (thread.fiber != nullptr) thread.fiber->rewind();
     recycle_fiber(thread);
   }
+  destroy_race_contexts();  // they stand in the middle of a kernel's calls
   return false;
 }
 
@@ -169,9 +175,21 @@ void Scheduler::resume(ThreadRecord& thread) {
   current_thread = nullptr;
 }
 
+// Back to the host. Whatever the thread has done is ordered before what the host does with the CTA at its
+// end.
+void Scheduler::suspend() {
+  sanitizers::release(&end_tag_);
+  running().fiber->suspend();
+}
+
 void Scheduler::recycle_fiber(ThreadRecord& thread) {
-  idle_fibers_.push_back(thread.fiber);
+  if (thread.fiber != nullptr) idle_fibers_.push_back(thread.fiber);
   thread.fiber = nullptr;
+}
+
+void Scheduler::destroy_race_contexts() {
+  for (void* context : race_contexts_) sanitizers::destroy_race_context(context);
+  race_contexts_.clear();
 }
 
 void Scheduler::run_threads(void* scheduler) {
@@ -185,9 +203,8 @@ void Scheduler::run_threads(void* scheduler) {
                       thread.copies.num_pending());
     }
     thread.copies.clear();
-    sanitizers::release(&self.end_tag_);
     thread.status = Status::returned;
-    thread.fiber->suspend();
+    self.suspend();
   }
 }
 
@@ -196,12 +213,12 @@ void Scheduler::wait(const char* name, const Place& place) {
   thread.status = Status::waiting;
   thread.waits_in = name;
   thread.waits_at = place;
-  thread.fiber->suspend();
+  suspend();
 }
 
 void Scheduler::preempt() {
   if (options_.schedule != Schedule::random) return;
-  if (static_cast<int>(next_random() % 1000) < options_.preempt_permille) running().fiber->suspend();
+  if (static_cast<int>(next_random() % 1000) < options_.preempt_permille) suspend();
 }
 
 uint64_t Scheduler::next_random() {  // xorshift64
@@ -315,7 +332,7 @@ void Scheduler::fault(const Place& place, const char* format, va_list arguments)
                   " (warp " + std::to_string(thread.warp_idx) + ", lane " + std::to_string(thread.lane_idx) +
                   "): " + what;
   }
-  for (;;) thread.fiber->suspend();  // the host abandons the CTA, so this suspends once
+  for (;;) suspend();  // the host abandons the CTA, so this suspends once
 }
 
 // Every run of neighbouring threads in the same situation is one line, up to a readable number of lines.

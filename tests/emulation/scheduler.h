@@ -16,6 +16,7 @@ namespace pagedkv::emulator {
 class Scheduler {
  public:
   Scheduler() = default;
+  ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
@@ -81,7 +82,9 @@ class Scheduler {
   bool abandon_cta();
   void allocate_shared(size_t num_bytes);
   void resume(ThreadRecord& thread);
+  void suspend();
   void recycle_fiber(ThreadRecord& thread);
+  void destroy_race_contexts();
   void shuffle_order();
   void wait(const char* name, const Place& place);
   Rendezvous& join_rendezvous(Warp& warp, uint32_t mask, const char* name, const Place& place);
@@ -107,11 +110,12 @@ class Scheduler {
   Barrier barrier_;
   uint64_t random_state_ = 1;
   char start_tag_ = 0,
-       end_tag_ = 0;  // order the CTA after what the host did before, and before what it does next
+       end_tag_ = 0;  // order the CTA between what the host did before and what it does next
 
   // Kept between launches.
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> idle_fibers_;
+  std::vector<void*> race_contexts_;  // one for each thread of the largest CTA so far
 };
 
 }  // namespace pagedkv::emulator

@@ -33,13 +33,14 @@ struct Registration {
 
 }  // namespace pagedkv::emulator::testing
 
-#define TEST(name)                                                                     \
-  static void name();                                                                  \
+#define TEST(name)                                                                      \
+  static void name();                                                                   \
   static const pagedkv::emulator::testing::Registration name##_registered(#name, name); \
   static void name()
 
-#define CHECK(condition) pagedkv::emulator::testing::report((condition), __FILE__, __LINE__, "not true: " #condition)
+#define CHECK(condition) \
+  pagedkv::emulator::testing::report((condition), __FILE__, __LINE__, "not true: " #condition)
 
-#define CHECK_CONTAINS(text, part)                                                                             \
+#define CHECK_CONTAINS(text, part)                                                                          \
   pagedkv::emulator::testing::report(std::string(text).find(part) != std::string::npos, __FILE__, __LINE__, \
                                      "'" + std::string(part) + "' is not in: " + std::string(text))

@@ -1,0 +1,520 @@
+"""reshape_and_cache: the right bytes in the right slots, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from helpers import (
+    DTYPE_PAIRS,
+    FLOAT8_DTYPES,
+    FLOAT_DTYPES,
+    HUGE_BLOCKS,
+    LAYOUTS,
+    QUANTIZED_DTYPES,
+    Backend,
+    assert_same_bits,
+    bits,
+    dtype_name,
+    embed,
+    huge_cache,
+    poison_,
+    poisoned,
+    poisoned_caches,
+    sparse_zeros,
+)
+from pagedkv import reference
+from torch import Tensor
+
+OPERATORS = ("reshape_and_cache",)
+
+
+def scales_for(cache_dtype: torch.dtype, backend: Backend, num_kv_heads: int) -> dict[str, Tensor]:
+    """Different, non-unit scales a head where the cache is quantised, and none where it is not."""
+    if cache_dtype in FLOAT_DTYPES:
+        return {}
+    steps = 1 + torch.arange(num_kv_heads, dtype=torch.float32, device=backend.device)
+    return {"k_scale": 0.013 * steps, "v_scale": 0.37 / steps}
+
+
+def check_write(
+    backend: Backend, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor, **scales: Any
+) -> None:
+    """Write, and compare every byte of the caches' whole storage with what the reference leaves there."""
+    storages = []
+    expected = []
+    for cache in caches:
+        storage = torch.tensor([], dtype=torch.uint8, device=cache.device).set_(cache.untyped_storage())
+        copy = storage.clone()
+        view = torch.tensor([], dtype=cache.dtype, device=cache.device).set_(
+            copy.untyped_storage(), cache.storage_offset(), cache.shape, cache.stride()
+        )
+        storages.append(storage)
+        expected.append((copy, view))
+    if storages[0].data_ptr() == storages[1].data_ptr():  # interleaved: both views into one copy
+        cache = caches[1]
+        view = torch.tensor([], dtype=cache.dtype, device=cache.device).set_(
+            expected[0][0].untyped_storage(), cache.storage_offset(), cache.shape, cache.stride()
+        )
+        expected[1] = (expected[0][0], view)
+    reference.reshape_and_cache(key, value, expected[0][1], expected[1][1], slots, **scales)
+    inputs = [bits(key), bits(value), slots.clone()]
+    result = backend.ops.reshape_and_cache(key, value, *caches, slots, **scales)
+    assert result is None
+    for storage, (copy, view), name in zip(storages, expected, ("key_cache", "value_cache"), strict=True):
+        cache = caches[name == "value_cache"]
+        assert_same_bits(cache, view, name)
+        assert torch.equal(storage, copy), f"memory around {name} changed"
+    assert torch.equal(bits(key), inputs[0]) and torch.equal(bits(value), inputs[1])
+    assert torch.equal(slots, inputs[2])
+
+
+def rows(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype, backend: Backend, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype).to(backend.device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPE_PAIRS, ids=dtype_name)
+def test_every_dtype_and_layout(
+    backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype, layout: str
+) -> None:
+    caches = poisoned_caches(5, 6, 3, (24, 16), cache_dtype, layout, backend.device)
+    key, value = rows(11, 3, 24, dtype, backend), rows(11, 3, 16, dtype, backend, 1)
+    slots = backend.slots([29, 0, -1, 7, 12, 13, 14, -5, 5, 6, 28])
+    check_write(backend, key, value, caches, slots, **scales_for(cache_dtype, backend, 3))
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPE_PAIRS, ids=dtype_name)
+@pytest.mark.parametrize("head_dim", [1, 2, 3, 5, 8, 20, 36, 40, 46, 50, 66, 80, 128, 257, 576])
+def test_misaligned_vector_store(
+    backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int
+) -> None:
+    # Any head_dim, slots 0 .. 17, a cache and inputs that start one element off.
+    caches = []
+    for _ in range(2):
+        buffer = poisoned(1 + 3 * 6 * 2 * head_dim, dtype=cache_dtype, device=backend.device)
+        caches.append(buffer[1:].view(3, 6, 2, head_dim))
+    inputs = []
+    for seed in range(2):
+        buffer = poisoned(1 + 18 * 2 * head_dim, dtype=dtype, device=backend.device)
+        view = buffer[1:].view(18, 2, head_dim)
+        view.copy_(rows(18, 2, head_dim, dtype, backend, seed))
+        inputs.append(view)
+    slots = backend.slots(list(range(18)))
+    check_write(backend, *inputs, (caches[0], caches[1]), slots, **scales_for(cache_dtype, backend, 2))
+
+
+@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(192, 128), (64, 512), (576, 1), (16, 24)])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPE_PAIRS, ids=dtype_name)
+def test_k_and_v_head_dim_differ(
+    backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, value_head_dim: int
+) -> None:
+    caches = poisoned_caches(3, 4, 2, (head_dim, value_head_dim), cache_dtype, "contiguous", backend.device)
+    key, value = rows(5, 2, head_dim, dtype, backend), rows(5, 2, value_head_dim, dtype, backend, 1)
+    check_write(
+        backend, key, value, caches, backend.slots([3, 4, 11, 0, 8]), **scales_for(cache_dtype, backend, 2)
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 7, 16, 100])
+def test_block_sizes(backend: Backend, block_size: int) -> None:
+    caches = poisoned_caches(4, block_size, 2, (8, 8), torch.float32, "contiguous", backend.device)
+    slots = torch.randperm(4 * block_size, generator=torch.Generator().manual_seed(0)).to(backend.device)
+    key = rows(len(slots), 2, 8, torch.float32, backend)
+    check_write(backend, key, -key, caches, slots)
+
+
+def test_strided_inputs(backend: Backend) -> None:
+    for dtype in FLOAT_DTYPES:
+        key = embed(rows(6, 2, 24, dtype, backend), tail_dim=5)
+        fused = rows(6, 1, (4 + 2 + 2) * 16, dtype, backend)[:, 0]  # a projection's query, key and value
+        key_slice, value_slice = fused[:, 64:96].view(6, 2, 16), fused[:, 96:].view(6, 2, 16)
+        transposed = rows(2, 6, 16, dtype, backend).transpose(0, 1)
+        expanded = rows(1, 1, 16, dtype, backend).expand(6, 2, 16)
+        slots = backend.slots([5, 4, 3, 9, 1, 0])
+        for k, v in ((key, key), (key_slice, value_slice), (transposed, expanded)):
+            caches = poisoned_caches(3, 4, 2, (k.shape[2], v.shape[2]), dtype, "contiguous", backend.device)
+            check_write(backend, k, v, caches, slots)
+        strided_slots = torch.stack([slots, slots + 1], dim=1)[:, 0]
+        with pytest.raises(ValueError, match=r"(?s)slot_mapping.*contiguous"):
+            backend.ops.reshape_and_cache(key_slice, value_slice, *caches, strided_slots)
+
+
+def test_many_tokens(backend: Backend) -> None:
+    num_blocks, block_size = 300, 16
+    slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(0))[:4000]
+    key, value = rows(4000, 2, 8, torch.bfloat16, backend), rows(4000, 2, 8, torch.bfloat16, backend, 1)
+    caches = poisoned_caches(num_blocks, block_size, 2, (8, 8), torch.bfloat16, "contiguous", backend.device)
+    before = [cache.clone() for cache in caches]
+    backend.ops.reshape_and_cache(key, value, *caches, slots.to(backend.device))
+    for cache, old, new in zip(caches, before, (key, value), strict=True):
+        old.view(-1, 2, 8)[slots.to(backend.device)] = new
+        assert_same_bits(cache, old)
+
+
+# ------------------------------------------------------------------------------------------------------- slots
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, *QUANTIZED_DTYPES], ids=dtype_name)
+def test_slot_minus_one(backend: Backend, cache_dtype: torch.dtype) -> None:
+    caches = poisoned_caches(2, 4, 1, (8, 8), cache_dtype, "contiguous", backend.device)
+    before = [bits(cache) for cache in caches]
+    key = torch.full((3, 1, 8), torch.nan, device=backend.device)
+    key[1] = 1.5
+    backend.ops.reshape_and_cache(
+        key, key, *caches, backend.slots([-1, 3, -1]), **scales_for(cache_dtype, backend, 1)
+    )
+    for cache, old in zip(caches, before, strict=True):
+        changed = (bits(cache) != old).flatten(2).any(dim=2)
+        assert changed.flatten().tolist() == [slot == 3 for slot in range(8)]
+
+
+def test_negative_slots_of_any_size_are_skipped(backend: Backend) -> None:
+    caches = poisoned_caches(2, 4, 1, (8, 8), torch.float32, "contiguous", backend.device)
+    key = torch.ones(5, 1, 8, device=backend.device)
+    with backend.index_checks():
+        check_write(backend, key, key, caches, backend.slots([-1, -2, -(2**31), -(2**40) - 17, -(2**63)]))
+
+
+@pytest.mark.parametrize("slot", [8, 9, 2**31, 2**32, 2**32 + 3, 2**40 + 17, 2**63 - 1])
+def test_slot_beyond_capacity(backend: Backend, slot: int) -> None:
+    caches = poisoned_caches(2, 4, 1, (8, 8), torch.float32, "padded", backend.device)
+    before = [bits(cache) for cache in caches]
+    key = torch.ones(3, 1, 8, device=backend.device)
+    slots = backend.slots([0, slot, 1])
+    with backend.index_checks(), pytest.raises(IndexError, match=rf"(?s)slot_mapping\[1\].*{slot}.*8 slots"):
+        backend.ops.reshape_and_cache(key, key, *caches, slots)
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(bits(cache), old)
+    if not backend.checks_indices:  # skipped
+        check_write(backend, key[[0, 2]], key[[0, 2]], caches, backend.slots([2, 3]))
+        before = [cache.clone() for cache in caches]
+        backend.ops.reshape_and_cache(key, key, *caches, slots)
+        for cache, old in zip(caches, before, strict=True):
+            old[0, :2] = 1
+            assert_same_bits(cache, old)
+
+
+def test_slot_mapping_shorter_than_key(backend: Backend) -> None:
+    caches = poisoned_caches(2, 8, 2, (8, 8), torch.float32, "contiguous", backend.device)
+    key, value = rows(8, 2, 8, torch.float32, backend), rows(8, 2, 8, torch.float32, backend, 1)
+    check_write(backend, key, value, caches, backend.slots([3, 9, 1, 0, 15]))
+    check_write(backend, key, value, caches, backend.slots([]))
+    with pytest.raises(ValueError, match=r"(?s)slot_mapping.*9.*8"):
+        backend.ops.reshape_and_cache(key, value, *caches, backend.slots([0] * 9))
+
+
+def test_empty_write(backend: Backend) -> None:
+    caches = poisoned_caches(2, 8, 2, (8, 8), torch.float32, "contiguous", backend.device)
+    check_write(backend, *[rows(0, 2, 8, torch.float32, backend)] * 2, caches, backend.slots([]))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+def test_rows_with_the_same_slot_leave_one_whole_row(backend: Backend, num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        num_tokens, head_dim = 2048, 64
+        numbers = torch.arange(num_tokens, dtype=torch.float32, device=backend.device)
+        key = numbers[:, None, None].expand(num_tokens, 2, head_dim).contiguous()
+        slots = torch.arange(num_tokens, device=backend.device) % 3 * 5
+        caches = poisoned_caches(4, 4, 2, (head_dim, head_dim), torch.float32, "contiguous", backend.device)
+        backend.ops.reshape_and_cache(key, key, *caches, slots)
+        for slot in (0, 5, 10):
+            stored = [cache.view(16, 2, head_dim)[slot] for cache in caches]
+            row = stored[0][0, 0].item()
+            assert slots[int(row)] == slot
+            assert (stored[0] == row).all() and (stored[1] == row).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+# ------------------------------------------------------------------------------------------------ quantisation
+
+
+def stored_bytes(backend: Backend, values: Tensor, cache_dtype: torch.dtype, **scales: Any) -> Tensor:
+    """What a write of `values [n]` leaves in the cache, `[n]`."""
+    head_dim = 64 if values.numel() % 64 == 0 else 1
+    rows = values.view(-1, 1, head_dim).to(backend.device)
+    caches = [torch.zeros(len(rows), 1, 1, head_dim, dtype=cache_dtype, device=backend.device) for _ in range(2)]
+    backend.ops.reshape_and_cache(rows, rows, *caches, torch.arange(len(rows), device=backend.device), **scales)
+    assert_same_bits(caches[0], caches[1])
+    return caches[0].flatten().cpu()
+
+
+def test_fp8_overflow_semantics(backend: Backend) -> None:
+    values = [1000, -1000, 448, 464, 465, torch.inf, -torch.inf, torch.nan, 2**-9, 2**-10, 1.5 * 2**-9, 0.0, -0.0]
+    expected = torch.tensor([448, -448, 448, 448, 448, 448, -448, torch.nan, 2**-9, 0, 2**-8, 0.0, -0.0])
+    for dtype in FLOAT_DTYPES:
+        codes = stored_bytes(backend, torch.tensor(values, dtype=dtype), torch.float8_e4m3fn)
+        assert codes.view(torch.uint8)[7] == 0x7F
+        torch.testing.assert_close(codes.float(), expected, rtol=0, atol=0, equal_nan=True)
+        assert codes.view(torch.uint8)[11:].tolist() == [0, 0x80]
+
+
+def test_fp8_e5m2_overflow_semantics(backend: Backend) -> None:
+    limit = 57344.0
+    values = torch.tensor([1e9, -1e9, limit, 61439.0, 61440.0, torch.inf, -torch.inf, torch.nan, 2**-16, 2**-17, 1.5 * 2**-16])
+    expected = torch.tensor([limit, -limit, limit, limit, limit, limit, -limit, torch.nan, 2**-16, 0, 2**-15])
+    codes = stored_bytes(backend, values, torch.float8_e5m2)
+    torch.testing.assert_close(codes.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cache_dtype", FLOAT8_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+def test_fp8_software_rounding(backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    every_value = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    codes = stored_bytes(backend, every_value, cache_dtype)
+    limit = torch.finfo(cache_dtype).max
+    expected = every_value.float().clamp(-limit, limit).to(cache_dtype)
+    nan = every_value.isnan()
+    assert_same_bits(codes[~nan], expected[~nan])
+    assert codes[nan].float().isnan().all()
+    if cache_dtype == torch.float8_e4m3fn:
+        spots = stored_bytes(backend, torch.tensor([300.0, 272.0, 304.0, 440.0]), cache_dtype)
+        assert spots.float().tolist() == [288, 256, 320, 448]
+
+
+@pytest.mark.parametrize("cache_dtype", FLOAT8_DTYPES, ids=dtype_name)
+def test_fp8_rounds_float32_once(backend: Backend, cache_dtype: torch.dtype) -> None:
+    # All codes, the midpoints between neighbours, and the floats next to those: rounding by way of a half type
+    # would get the last ones wrong. The oracle is arithmetic, not a cast.
+    positive = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
+    positive = positive[positive.isfinite() & (positive >= 0)].unique()
+    middle = (positive[:-1] + positive[1:]) / 2
+    up, down = (torch.nextafter(middle, torch.tensor(x)) for x in (torch.inf, 0.0))
+    even = torch.where(torch.arange(len(middle)) % 2 == 0, positive[:-1], positive[1:])
+    for values, expected in ((positive, positive), (middle, even), (up, positive[1:]), (down, positive[:-1])):
+        assert stored_bytes(backend, values, cache_dtype).float().equal(expected)
+        assert stored_bytes(backend, -values, cache_dtype).float().equal(-expected)
+
+
+def test_int8_semantics(backend: Backend) -> None:
+    values = torch.tensor(
+        [0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.0, 127.5, 128.0, 1e9, -126.5, -127.5, -128.0, -1e9]
+        + [torch.inf, -torch.inf, torch.nan, -torch.nan, 3e38]
+    )
+    expected = [0, 2, 2, 0, -2, 126, 127, 127, 127, 127, -126, -127, -127, -127, 127, -127, 0, 0, 127]
+    assert stored_bytes(backend, values, torch.int8, k_scale=1.0, v_scale=1.0).tolist() == expected
+    halved = stored_bytes(backend, values, torch.int8, k_scale=2.0, v_scale=2.0)
+    assert halved[:8].tolist() == [0, 1, 1, 0, -1, 63, 64, 64]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("cache_dtype", QUANTIZED_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("scale", [0.1, 0.37, 3.0, 1e-3, 127.0])
+def test_values_are_divided_by_the_scale(
+    backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype, scale: float
+) -> None:
+    # A multiplication by the reciprocal differs from the division in the last place, and so now and then in a code.
+    values = (torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 60 * scale).to(dtype)
+    # Values that the division takes right onto a tie, where the last place decides.
+    values[:254] = ((torch.arange(254) - 126.5) * torch.tensor(scale)).to(dtype)
+    codes = stored_bytes(backend, values, cache_dtype, k_scale=scale, v_scale=scale)
+    assert_same_bits(codes, reference.quantize(values.view(-1, 1, 1), scale, cache_dtype).flatten())
+    per_head = torch.tensor([scale], device=backend.device)
+    assert_same_bits(stored_bytes(backend, values, cache_dtype, k_scale=per_head, v_scale=per_head), codes)
+
+
+def test_key_and_value_have_scales_of_their_own(backend: Backend) -> None:
+    caches = poisoned_caches(1, 2, 2, (8, 8), torch.int8, "contiguous", backend.device)
+    ones = torch.ones(2, 2, 8, device=backend.device)
+    per_head = torch.tensor([0.5, 0.25], device=backend.device)
+    backend.ops.reshape_and_cache(ones, ones, *caches, backend.slots([0, 1]), k_scale=0.1, v_scale=per_head)
+    assert (caches[0] == 10).all()
+    assert (caches[1][..., 0, :] == 2).all() and (caches[1][..., 1, :] == 4).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_name)
+def test_float_caches_keep_every_bit(backend: Backend, dtype: torch.dtype) -> None:
+    # NaN payloads, signalling NaN, subnormals, -0: a copy, not arithmetic.
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    patterns = torch.randint(-(2 ** (8 * dtype.itemsize - 1)), 2 ** (8 * dtype.itemsize - 1), (64, 1, 16))
+    patterns[0, 0, :4] = torch.tensor([0x7F800001, 0x7FC00001, 1, -(2**31)]) if dtype.itemsize == 4 else (
+        torch.tensor([0x7C01, 0x7F81, 1, -(2**15)])
+    )
+    key = patterns.to(integer).view(dtype).to(backend.device)
+    caches = poisoned_caches(8, 8, 1, (16, 16), dtype, "contiguous", backend.device)
+    backend.ops.reshape_and_cache(key, key, *caches, torch.arange(64, device=backend.device))
+    for cache in caches:
+        assert_same_bits(cache.view(64, 1, 16), key)
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+def test_random_shapes(backend: Backend, data: st.DataObject) -> None:
+    dtype, cache_dtype = data.draw(st.sampled_from(DTYPE_PAIRS))
+    num_blocks, block_size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 20))
+    num_kv_heads = data.draw(st.integers(1, 5))
+    head_dims = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 70))
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    capacity = num_blocks * block_size
+    slots = data.draw(st.lists(st.integers(-2, capacity - 1), max_size=30, unique=True))
+    extra_rows = data.draw(st.integers(0, 3))
+    caches = poisoned_caches(num_blocks, block_size, num_kv_heads, head_dims, cache_dtype, layout, backend.device)
+    key, value = (
+        embed(rows(len(slots) + extra_rows, num_kv_heads, head_dim, dtype, backend), tail_dim=3)
+        for head_dim in head_dims
+    )
+    scales = scales_for(cache_dtype, backend, num_kv_heads)
+    check_write(backend, key, value, caches, backend.slots(slots), **scales)
+
+
+# -------------------------------------------------------------------------------------- offsets, errors, autograd
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [(torch.float32, torch.int8), (torch.bfloat16, torch.bfloat16)], ids=dtype_name
+)
+def test_int32_offset_overflow(backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    caches = huge_cache(cache_dtype, backend.device), huge_cache(cache_dtype, backend.device)
+    scales: dict[str, Any] = {} if dtype == cache_dtype else {"k_scale": 0.25, "v_scale": 0.25}
+    key = torch.arange(len(HUGE_BLOCKS), device=backend.device)[:, None, None].expand(-1, 1, 8).to(dtype).contiguous()
+    slots = backend.slots([block * 16 + 5 for block in HUGE_BLOCKS])
+    backend.ops.reshape_and_cache(key, key, *caches, slots, **scales)
+    for cache in caches:
+        for number, block in enumerate(HUGE_BLOCKS):
+            stored = cache[block].float()
+            assert (stored[5] == number * (4 if scales else 1)).all()
+            assert stored.count_nonzero() == (8 if number else 0)
+
+
+def test_uint32_page_offset_wrap(backend: Backend) -> None:
+    page_stride, block = 16_384, 1_000_003
+    cache = sparse_zeros((block + 1) * page_stride, torch.int8, backend.device).as_strided(
+        (block + 1, 16, 1, 8), (page_stride, 8, 8, 1)
+    )
+    key = torch.full((1, 1, 8), 7.0, device=backend.device)
+    backend.ops.reshape_and_cache(
+        key, key, cache, cache, backend.slots([block * 16 + 3]), k_scale=1.0, v_scale=1.0
+    )
+    assert (cache[block, 3] == 7).all() and cache[block].count_nonzero() == 8
+
+
+Call = dict[str, Any]
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
+    "key rank": (ValueError, "key.*num_tokens", lambda a: {"key": a["key"][0]}),
+    "key head_dim": (ValueError, "key.*head_dim", lambda a: {"key": a["key"][..., :8]}),
+    "value head_dim": (ValueError, "value.*head_dim", lambda a: {"value": a["value"][..., :8]}),
+    "key heads": (ValueError, "key.*num_kv_heads", lambda a: {"key": a["key"][:, :1]}),
+    "value heads": (ValueError, "value.*num_kv_heads", lambda a: {"value": a["value"].repeat(1, 2, 1)}),
+    "value tokens": (ValueError, "value.*num_tokens", lambda a: {"value": a["value"][:2]}),
+    "key strided": (ValueError, "key.*contiguous", lambda a: {"key": a["key"].repeat(1, 1, 2)[..., ::2]}),
+    "cache rank": (ValueError, "key_cache.*num_blocks", lambda a: {"key_cache": a["key_cache"][0]}),
+    "cache strided": (
+        ValueError,
+        "value_cache.*contiguous",
+        lambda a: {"value_cache": a["value_cache"].transpose(1, 3).contiguous().transpose(1, 3)},
+    ),
+    "pools differ": (ValueError, "value_cache.*num_blocks", lambda a: {"value_cache": a["value_cache"][:1]}),
+    "block sizes differ": (ValueError, "value_cache.*block_size", lambda a: {"value_cache": a["value_cache"][:, :2]}),
+    "slots rank": (ValueError, "slot_mapping.*num_tokens", lambda a: {"slot_mapping": a["slot_mapping"][None]}),
+    "slots int32": (TypeError, "(?i)slot_mapping.*(long|int64)", lambda a: {"slot_mapping": a["slot_mapping"].int()}),
+    "key float64": (TypeError, "key.*float16, bfloat16, float32", lambda a: {"key": a["key"].double()}),
+    "value dtype": (TypeError, "value.*key", lambda a: {"value": a["value"].half()}),
+    "cache dtype": (
+        TypeError,
+        "key_cache.*key",
+        lambda a: {"key_cache": a["key_cache"].half(), "value_cache": a["value_cache"].half()},
+    ),
+    "cache uint8": (
+        TypeError,
+        "key_cache.*float8_e4m3fn",
+        lambda a: {"key_cache": a["key_cache"].to(torch.uint8), "value_cache": a["value_cache"].to(torch.uint8)},
+    ),
+    "caches differ": (TypeError, "value_cache.*key_cache", lambda a: {"value_cache": a["value_cache"].half()}),
+    "scale on float": (ValueError, "k_scale", lambda a: {"k_scale": 0.5}),
+    "v_scale on float": (ValueError, "v_scale", lambda a: {"v_scale": torch.ones(2, device=a["key"].device)}),
+    "int8 needs k_scale": (
+        ValueError,
+        "k_scale",
+        lambda a: {
+            "key_cache": a["key_cache"].to(torch.int8),
+            "value_cache": a["value_cache"].to(torch.int8),
+            "v_scale": 1.0,
+        },
+    ),
+    "int8 needs v_scale": (
+        ValueError,
+        "v_scale",
+        lambda a: {
+            "key_cache": a["key_cache"].to(torch.int8),
+            "value_cache": a["value_cache"].to(torch.int8),
+            "k_scale": 1.0,
+        },
+    ),
+    "scale length": (
+        ValueError,
+        "k_scale.*num_kv_heads",
+        lambda a: {
+            "key_cache": a["key_cache"].to(torch.float8_e5m2),
+            "value_cache": a["value_cache"].to(torch.float8_e5m2),
+            "k_scale": torch.ones(3, device=a["key"].device),
+        },
+    ),
+    "scale dtype": (
+        TypeError,
+        "(?i)v_scale.*float",
+        lambda a: {
+            "key_cache": a["key_cache"].to(torch.float8_e5m2),
+            "value_cache": a["value_cache"].to(torch.float8_e5m2),
+            "v_scale": torch.ones(2, dtype=torch.float16, device=a["key"].device),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_errors_write_nothing(backend: Backend, mistake: str) -> None:
+    exception, message, change = MISTAKES[mistake]
+    caches = [torch.zeros(3, 4, 2, 16, device=backend.device) for _ in range(2)]
+    arguments: Call = {
+        "key": rows(3, 2, 16, torch.float32, backend),
+        "value": rows(3, 2, 16, torch.float32, backend, 1),
+        "key_cache": caches[0],
+        "value_cache": caches[1],
+        "slot_mapping": backend.slots([0, 5, 7]),
+    }
+    arguments |= change(arguments)
+    with pytest.raises(exception, match=f"(?s){message}"):
+        backend.ops.reshape_and_cache(**arguments)
+    for name in ("key_cache", "value_cache"):
+        assert reference.as_bytes(arguments[name]).count_nonzero() == 0
+
+
+def test_wrong_head_dim_overwrites_memory(backend: Backend) -> None:
+    caches = poisoned_caches(2, 4, 2, (128, 128), torch.float32, "contiguous", backend.device)
+    before = [bits(cache) for cache in caches]
+    key = torch.ones(3, 2, 256, device=backend.device)
+    with pytest.raises(ValueError, match=r"(?s)key.*256.*128"):
+        backend.ops.reshape_and_cache(key, key, *caches, backend.slots([0, 1, 2]))
+    for cache, old in zip(caches, before, strict=True):
+        assert torch.equal(bits(cache), old)
+
+
+@pytest.mark.parametrize("name", ["key", "value", "key_cache", "value_cache"])
+def test_inference_only(backend: Backend, name: str) -> None:
+    arguments: Call = {
+        "key": rows(3, 2, 16, torch.float32, backend),
+        "value": rows(3, 2, 16, torch.float32, backend),
+        "key_cache": torch.zeros(3, 4, 2, 16, device=backend.device),
+        "value_cache": torch.zeros(3, 4, 2, 16, device=backend.device),
+        "slot_mapping": backend.slots([0, 5, 7]),
+    }
+    arguments[name].requires_grad_()
+    with pytest.raises(RuntimeError, match=rf"(?s){name}.*torch\.no_grad\(\)"):
+        backend.ops.reshape_and_cache(**arguments)
+    with torch.no_grad():
+        backend.ops.reshape_and_cache(**arguments)
+    assert arguments["key_cache"].count_nonzero() > 0
+
+
+def test_poison_is_poison() -> None:
+    # The tests above rest on this: poison differs from zero and from random rows in each element.
+    for dtype in (*FLOAT_DTYPES, *QUANTIZED_DTYPES):
+        assert (reference.as_bytes(poison_(torch.zeros(64, dtype=dtype))) != 0).all()
