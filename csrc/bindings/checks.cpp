@@ -124,13 +124,15 @@ void check_attention_head_dim(int64_t head_dim, const char* name) {
                     "; supported: every multiple of 8 from 8 to 256");
 }
 
-bool indices_are_checked([[maybe_unused]] const Tensor& indices) {
+bool runs_on_device([[maybe_unused]] const Tensor& tensor) {
 #if defined(PAGEDKV_EMULATED)
-  return debug_mode;
+  return true;
 #else
-  return indices.is_cpu() || debug_mode;
+  return !tensor.is_cpu();
 #endif
 }
+
+bool indices_are_checked(const Tensor& indices) { return !runs_on_device(indices) || debug_mode; }
 
 void set_debug(bool on) { debug_mode = on; }
 

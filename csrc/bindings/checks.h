@@ -58,6 +58,9 @@ void check_attention_head_dim(int64_t head_dim, const char* name);
 bool indices_are_checked(const Tensor& indices);
 void set_debug(bool on);
 
+// True where the CUDA side of an operator runs on the tensor: on CUDA tensors, and on all in the emulated library.
+bool runs_on_device(const Tensor& tensor);
+
 // block_tables and context_lens (and kv_starts) that agree with each other and with the caches.
 void check_tables(const Tensor& block_tables, const Tensor& context_lens, const OptionalTensor& kv_starts,
                   const Tensor& cache);

@@ -1,3 +1,5 @@
+#include <ATen/ops/empty.h>
+
 #include "bindings/checks.h"
 
 namespace pagedkv::bindings {
@@ -39,6 +41,22 @@ void check_indices(const PagedAttentionParams& params, const Tensor& block_table
     if (params.window == NO_WINDOW) return kv_start;
     return std::max(kv_start, context_len - query_len - params.window + 1);
   });
+}
+
+// Room for the partial results of CTAs that share a row; none on the CPU.
+Tensor allocate_scratch([[maybe_unused]] PagedAttentionParams& params, [[maybe_unused]] const Tensor& query) {
+  params.scratch = nullptr;
+#if defined(PAGEDKV_EMULATED) || defined(PAGEDKV_WITH_CUDA)
+  if (!runs_on_device(query)) return Tensor();
+  int64_t num_floats = 0;
+  check_cuda("paged_attention", cuda::paged_attention_scratch(params, num_floats));
+  if (num_floats == 0) return Tensor();
+  Tensor scratch = at::empty({num_floats}, query.options().dtype(at::kFloat));
+  params.scratch = scratch.mutable_data_ptr<float>();
+  return scratch;
+#else
+  return Tensor();
+#endif
 }
 
 }  // namespace
@@ -158,12 +176,13 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
     check_indices(params, block_tables, context_lens, query_start_loc, kv_starts);
   }
   if (num_tokens == 0) return;
-  cpu::paged_attention(params);
+  const Tensor scratch = allocate_scratch(params, query);
+  PAGEDKV_RUN(paged_attention, query.device(), params);
 }
 
 }  // namespace pagedkv::bindings
 
-PAGEDKV_CPU_OP(paged_attention,
+PAGEDKV_OP(paged_attention,
                "(Tensor query, Tensor block_tables, Tensor key_cache, Tensor value_cache, Tensor context_lens, "
                "Tensor(a!) out, Tensor(b!)? lse, Tensor? query_start_loc, SymInt max_query_len, float softmax_scale, "
                "bool causal, SymInt? window, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "

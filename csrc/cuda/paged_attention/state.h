@@ -1,0 +1,59 @@
+// The softmax state of a row over some keys, and how two are folded into one. Scores are in base 2: log2(e) is part of the
+// scale, so that a weight is one exp2. Chunks of keys are folded in order by the same arithmetic wherever it happens, in the
+// CTA that computed them or in combine_kernel, so that the bits do not depend on where.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "cuda/primitives.h"
+#include "params.h"
+
+namespace pagedkv::cuda {
+
+inline constexpr float NEGATIVE_INFINITY = -std::numeric_limits<float>::infinity();
+inline constexpr float LOG2_E = 1.4426950408889634f;
+inline constexpr float LN_2 = 0.6931471805599453f;
+
+struct Fold {
+  float max;                     // of both
+  float old_factor, new_factor;  // what their sums are multiplied by
+};
+
+PAGEDKV_DEVICE Fold fold_of(float old_max, float new_max) {
+  Fold fold;
+  fold.max = fmaxf(old_max, new_max);
+  // -inf - -inf would be NaN: an empty state weighs nothing.
+  fold.old_factor = old_max == NEGATIVE_INFINITY ? 0.0f : exp2_approx(old_max - fold.max);
+  fold.new_factor = new_max == NEGATIVE_INFINITY ? 0.0f : exp2_approx(new_max - fold.max);
+  return fold;
+}
+
+PAGEDKV_DEVICE float folded(const Fold& fold, float old_sum, float new_sum) {
+  return fmaf(new_sum, fold.new_factor, old_sum * fold.old_factor);
+}
+
+// What a finished row's accumulated values are multiplied by, and its log-sum-exp.
+struct Normaliser {
+  float factor, lse;
+};
+
+PAGEDKV_DEVICE Normaliser normaliser_of(const PagedAttentionParams& p, int64_t head_idx, float max, float sum) {
+  const float value_scale = scale_of(p.v_scale, p.v_scale_value, head_idx / (p.num_heads / p.num_kv_heads));
+  float factor = 1.0f;
+  if (p.sinks != nullptr) {
+    const Fold fold = fold_of(max, p.sinks[head_idx] * LOG2_E);
+    factor = fold.old_factor;
+    max = fold.max;
+    sum = folded(fold, sum, fold.new_factor == 0.0f ? 0.0f : 1.0f);
+  }
+  if (sum == 0.0f) return {0.0f, NEGATIVE_INFINITY};
+  return {factor * value_scale / sum, max * LN_2 + logf(sum)};
+}
+
+template <class Query>
+PAGEDKV_DEVICE Query* out_row(const PagedAttentionParams& p, int64_t token_idx, int64_t head_idx) {
+  return static_cast<Query*>(p.out) + token_idx * p.out_token_stride + head_idx * p.out_head_stride;
+}
+
+}  // namespace pagedkv::cuda

@@ -1,0 +1,123 @@
+// One named function per PTX instruction that the attention kernels use, each with its twin on the emulator. PTX ISA 8.0,
+// sections "Data Movement and Conversion Instructions: Asynchronous copy" and "Warp Level Matrix Instructions".
+#pragma once
+
+#include "common/device.h"
+#include "common/dtypes.h"
+
+namespace pagedkv::cuda {
+
+inline constexpr unsigned FULL_WARP = 0xffffffffu;
+
+#if defined(PAGEDKV_EMULATED)
+
+// 16 bytes from global to shared memory, behind the thread's back; with read = false the destination becomes zero.
+inline void cp_async_16(void* destination, const void* source, bool read) {
+  emulator::async_copy<16>(destination, source, read ? 16 : 0);
+}
+inline void cp_async_commit() { emulator::async_copy_commit(); }
+template <int NUM_PENDING>
+void cp_async_wait() {
+  emulator::async_copy_wait(NUM_PENDING);
+}
+
+// Four 8x8 matrices of 16-bit elements; lane 8 j + i gives the address of row i of matrix j.
+inline void ldmatrix_x4(uint32_t (&registers)[4], const void* row) { emulator::ldmatrix<4, false>(registers, row); }
+inline void ldmatrix_x4_trans(uint32_t (&registers)[4], const void* row) { emulator::ldmatrix<4, true>(registers, row); }
+inline void ldmatrix_x2(uint32_t (&registers)[2], const void* row) { emulator::ldmatrix<2, false>(registers, row); }
+
+// Transposes an 8x8 matrix of 16-bit elements that the warp holds, one register a lane.
+inline uint32_t movmatrix_trans(uint32_t source) { return emulator::movmatrix_transposed(source); }
+
+// d += a b: [16, 16] by [16, 8], float32 accumulation.
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  constexpr bool IS_BFLOAT16 = std::is_same_v<T, bfloat16>;
+  emulator::mma_m16n8k16(IS_BFLOAT16 ? emulator::MmaElement::bfloat16 : emulator::MmaElement::float16, d, a, b, d);
+}
+
+// 2 ** x to about 2 ulp; 2 ** -inf is 0.
+inline float exp2_approx(float x) { return exp2f(x); }
+
+#else
+
+PAGEDKV_DEVICE unsigned shared_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+PAGEDKV_DEVICE void cp_async_16(void* destination, const void* source, bool read) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source),
+               "r"(read ? 16 : 0)
+               : "memory");
+}
+PAGEDKV_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int NUM_PENDING>
+PAGEDKV_DEVICE void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
+}
+
+PAGEDKV_DEVICE void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+PAGEDKV_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+PAGEDKV_DEVICE void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+PAGEDKV_DEVICE uint32_t movmatrix_trans(uint32_t source) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(source));
+  return transposed;
+}
+
+template <class T>
+PAGEDKV_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+PAGEDKV_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+#endif
+
+// Two floats as the halves of a register, low first, rounded to nearest even.
+template <class T>
+PAGEDKV_DEVICE uint32_t pack2(float low, float high) {
+#if defined(__CUDA_ARCH__)
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+#else
+  return from_float<T>(low).bits | static_cast<uint32_t>(from_float<T>(high).bits) << 16;
+#endif
+}
+
+}  // namespace pagedkv::cuda
