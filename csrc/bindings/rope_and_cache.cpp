@@ -65,12 +65,12 @@ static void rope_and_cache(const Tensor& query, const Tensor& key, const Tensor&
   params.cos_position_stride = cos.stride(0);
   params.sin_position_stride = sin.stride(0);
   params.interleaved = interleaved;
-  cpu::rope_and_cache(params);
+  PAGEDKV_RUN(rope_and_cache, key_cache.device(), params);
 }
 
 }  // namespace pagedkv::bindings
 
-PAGEDKV_CPU_OP(rope_and_cache,
+PAGEDKV_OP(rope_and_cache,
                "(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor positions, "
                "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, bool interleaved, Tensor? k_scale, "
                "Tensor? v_scale, float? k_scale_value, float? v_scale_value) -> ()")

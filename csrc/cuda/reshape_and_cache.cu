@@ -6,34 +6,18 @@
 // skipped.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
+#include "cuda/slots.h"
 #include "ops.h"
 
 namespace pagedkv::cuda {
 
 namespace {
 
-constexpr int CTA_THREADS = 256;
-// Looking through all slots costs a CTA num_tokens reads. While that is little, one token per CTA spreads the work best;
-// beyond, MAX_TOKENS_PER_CTA tokens share the look.
-constexpr int64_t SCAN_FREELY_BELOW = 1024;
-constexpr int64_t MAX_TOKENS_PER_CTA = 16;
-
 struct Launch {
   ReshapeAndCacheParams p;
   int64_t tokens_per_cta;
   bool keys_aligned, values_aligned;
 };
-
-// superseded[i] = 1 where a later token of the whole call names the slot of the CTA's token i.
-PAGEDKV_DEVICE void find_superseded(const ReshapeAndCacheParams& p, int64_t token_begin, int64_t num_tokens,
-                                    const int64_t* slots, int* superseded) {
-  for (int64_t later_idx = token_begin + 1 + threadIdx.x; later_idx < p.num_tokens; later_idx += CTA_THREADS) {
-    const int64_t slot = p.slot_mapping[later_idx];
-    for (int64_t i = 0; i < num_tokens && token_begin + i < later_idx; ++i) {
-      if (slots[i] == slot) atomicExch(&superseded[i], 1);
-    }
-  }
-}
 
 template <class Input, class Cache>
 PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t slot) {
@@ -51,7 +35,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
     }
   };
   move_rows<Input, Cache>(
-      launch.keys_aligned, p.num_kv_heads, p.head_dim, threadIdx.x, CTA_THREADS,
+      launch.keys_aligned, p.num_kv_heads, p.head_dim, threadIdx.x, WRITE_CTA_THREADS,
       [&](int64_t kv_head_idx) { return key + kv_head_idx * p.key_head_stride; },
       [&](int64_t kv_head_idx) {
         return key_cache + cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx);
@@ -60,7 +44,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
         return store(scale_of(p.k_scale, p.k_scale_value, kv_head_idx), element);
       });
   move_rows<Input, Cache>(
-      launch.values_aligned, p.num_kv_heads, p.value_head_dim, threadIdx.x, CTA_THREADS,
+      launch.values_aligned, p.num_kv_heads, p.value_head_dim, threadIdx.x, WRITE_CTA_THREADS,
       [&](int64_t kv_head_idx) { return value + kv_head_idx * p.value_head_stride; },
       [&](int64_t kv_head_idx) {
         return value_cache + cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx);
@@ -71,23 +55,16 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
 }
 
 template <class Cache>
-__global__ void __launch_bounds__(CTA_THREADS) reshape_and_cache_kernel(const Launch launch) {
+__global__ void __launch_bounds__(WRITE_CTA_THREADS) reshape_and_cache_kernel(const Launch launch) {
   PAGEDKV_SHARED(shared);
-  auto* slots = reinterpret_cast<int64_t*>(shared);                 // [MAX_TOKENS_PER_CTA]
-  auto* superseded = reinterpret_cast<int*>(slots + MAX_TOKENS_PER_CTA);  // [MAX_TOKENS_PER_CTA]
+  auto& slots = *reinterpret_cast<CtaSlots*>(shared);
   const ReshapeAndCacheParams& p = launch.p;
   const int64_t token_begin = blockIdx.x * launch.tokens_per_cta;
   const int64_t num_tokens = min_of(launch.tokens_per_cta, p.num_tokens - token_begin);
-  if (threadIdx.x < num_tokens) {
-    slots[threadIdx.x] = p.slot_mapping[token_begin + threadIdx.x];
-    superseded[threadIdx.x] = 0;
-  }
-  __syncthreads();
-  find_superseded(p, token_begin, num_tokens, slots, superseded);
-  __syncthreads();
+  find_slots(p, token_begin, num_tokens, slots);
   for (int64_t i = 0; i < num_tokens; ++i) {
-    const int64_t slot = slots[i];
-    if (slot < 0 || slot >= p.num_blocks * p.block_size || superseded[i] != 0) continue;
+    const int64_t slot = slots.writable(p, i);
+    if (slot < 0) continue;
     if constexpr (is_quantised_v<Cache>) {
       with_float_dtype(p.input_dtype, [&]<class Input>() { write_token<Input, Cache>(launch, token_begin + i, slot); });
     } else {
@@ -102,7 +79,7 @@ cudaError_t reshape_and_cache(const ReshapeAndCacheParams& p, cudaStream_t strea
   const int64_t input_bytes = element_bytes(p.input_dtype), cache_bytes = element_bytes(p.cache_dtype);
   Launch args;
   args.p = p;
-  args.tokens_per_cta = p.num_tokens < SCAN_FREELY_BELOW ? 1 : MAX_TOKENS_PER_CTA;
+  args.tokens_per_cta = tokens_per_cta(p.num_tokens);
   args.keys_aligned = rows_are_aligned(
       {p.key, input_bytes, {p.key_token_stride, p.key_head_stride, 0}},
       {p.key_cache, cache_bytes, {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
@@ -112,10 +89,9 @@ cudaError_t reshape_and_cache(const ReshapeAndCacheParams& p, cudaStream_t strea
       {p.value_cache, cache_bytes, {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
       p.value_head_dim);
   const dim3 grid(static_cast<unsigned>(ceil_div(p.num_tokens, args.tokens_per_cta)));
-  constexpr size_t SHARED_BYTES = MAX_TOKENS_PER_CTA * (sizeof(int64_t) + sizeof(int));
   cudaError_t error = cudaSuccess;
   dispatch_dtype(p.cache_dtype, [&]<class Cache>() {
-    error = launch(reshape_and_cache_kernel<Cache>, grid, dim3(CTA_THREADS), SHARED_BYTES, stream, args);
+    error = launch(reshape_and_cache_kernel<Cache>, grid, dim3(WRITE_CTA_THREADS), sizeof(CtaSlots), stream, args);
   });
   return error;
 }
