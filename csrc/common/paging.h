@@ -34,8 +34,8 @@ PAGEDKV_HD float scale_of(const float* per_head, float value, int64_t kv_head_id
 // The block that holds a logical token, or -1 where the table is too short or names none inside the pool. On the CPU the
 // bindings have raised an error for such a token already; on a device it counts as not visible.
 template <class Params>
-PAGEDKV_HD int64_t block_of_token(const Params& p, int64_t seq_idx, int64_t token) {
-  const int64_t entry = token / p.block_size;
+PAGEDKV_HD int64_t block_of_token(const Params& p, int64_t seq_idx, int32_t token) {
+  const int32_t entry = token / static_cast<int32_t>(p.block_size);
   if (entry >= p.max_blocks_per_seq) return -1;
   const int64_t block = p.block_tables[seq_idx * p.block_tables_seq_stride + entry];
   return block >= 0 && block < p.num_blocks ? block : -1;

@@ -142,8 +142,8 @@ void attend_rows(const PagedAttentionParams& p, int64_t seq_idx, int64_t kv_head
     rows[r].head_idx = kv_head_idx * group + (row_begin + r) % group;
     rows[r].mask = row_mask(p, seq_idx, query_len, query_idx, rows[r].token_idx);
     if (rows[r].mask.begin < rows[r].mask.end) {
-      keys_begin = std::min(keys_begin, rows[r].mask.begin);
-      keys_end = std::max(keys_end, rows[r].mask.end);
+      keys_begin = std::min<int64_t>(keys_begin, rows[r].mask.begin);
+      keys_end = std::max<int64_t>(keys_end, rows[r].mask.end);
     }
     const auto* query = static_cast<const Query*>(p.query) + rows[r].token_idx * p.query_token_stride +
                         rows[r].head_idx * p.query_head_stride;

@@ -36,13 +36,18 @@ struct DecodeTile {
   static constexpr int FOLD_BYTES = ROWS * (D + 2) * 4;
   static constexpr int MASKS_BYTES = ROWS * static_cast<int>(sizeof(RowMask));
 
-  static constexpr int RING_AT = QUERY_BYTES;
-  static constexpr int FOLD_AT = RING_AT + (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES);
-  static constexpr int MASKS_AT = FOLD_AT + FOLD_BYTES;
+  static constexpr int MASKS_AT = QUERY_BYTES;
   static constexpr int VALID_AT = MASKS_AT + MASKS_BYTES;
   static constexpr int SCAN_AT = VALID_AT + CTA_WARPS * 4 * 4;
-  static constexpr int SHARED_BYTES = SCAN_AT + (CTA_WARPS + 2) * 8;
-  static_assert(SHARED_BYTES <= 99 * 1024, "a CTA fits every architecture");
+  static constexpr int RING_AT = (SCAN_AT + (CTA_WARPS + 2) * 8 + 127) / 128 * 128;
+  // The merge uses the ring's memory. What is folded outlives it only where a CTA takes several splits; otherwise it lies in
+  // the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
+  static constexpr int FOLD_AT = RING_AT + MERGE_BYTES;
+  static constexpr int KEPT_FOLD_AT = RING_AT + (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES);
+  static constexpr int SHARED_BYTES =
+      KEPT_FOLD_AT > FOLD_AT + FOLD_BYTES ? KEPT_FOLD_AT : FOLD_AT + FOLD_BYTES;
+  static constexpr int KEPT_SHARED_BYTES = KEPT_FOLD_AT + FOLD_BYTES;
+  static_assert(SHARED_BYTES <= 99 * 1024 && KEPT_SHARED_BYTES <= 99 * 1024, "a CTA fits every architecture");
 
   // Where 16-byte chunk `chunk` of row `row` lies: chunks are permuted so that the 8 rows that an ldmatrix reads at once
   // fall into different banks.
@@ -77,32 +82,21 @@ class DecodeCta {
       : launch_(launch), p_(launch.p), shared_(shared), piece_(piece) {
     warp_ = threadIdx.x / WARP_THREADS;
     lane_ = threadIdx.x % WARP_THREADS;
-    group_ = p_.num_heads / p_.num_kv_heads;
-    row_begin_ = piece.row_tile * Tile::ROWS;
+    group_ = static_cast<int>(p_.num_heads / p_.num_kv_heads);
+    row_begin_ = static_cast<int>(piece.row_tile * Tile::ROWS);
+    fold_at_ = takes_several_splits(launch) ? Tile::KEPT_FOLD_AT : Tile::FOLD_AT;
     num_rows_ = static_cast<int>(min_of<int64_t>(Tile::ROWS, piece.query_len * group_ - row_begin_));
   }
 
   PAGEDKV_DEVICE void run() {
     load_query();
     find_keys();
-    reset_fold();
-    __syncthreads();
-    if (p_.split_size == 0) {
-      const int64_t first = keys_begin_ / TILE_TOKENS;
-      const int64_t tiles = max_of<int64_t>(0, ceil_div(keys_end_, TILE_TOKENS) - first);
-      const int64_t per_chunk = ceil_div(tiles, launch_.num_chunks);
-      const int64_t begin = first + piece_.chunk_idx * per_chunk;
-      attend(begin * TILE_TOKENS, min_of(begin + per_chunk, first + tiles) * TILE_TOKENS);
-    } else {
-      const int64_t first = keys_begin_ / p_.split_size;
-      const int64_t end = keys_begin_ < keys_end_ ? ceil_div(keys_end_, p_.split_size) : first;
-      const bool all = launch_.num_chunks == 1;
-      const int64_t split_begin = all ? first : first + piece_.chunk_idx;
-      const int64_t split_end = all ? end : min_of(split_begin + 1, end);
-      for (int64_t split = split_begin; split < split_end; ++split) {
-        attend(split * p_.split_size, (split + 1) * p_.split_size);
-      }
-    }
+    int begin, end, step;  // this CTA's keys, and how many of them make a chunk
+    find_chunks(begin, end, step);
+    do {
+      attend(begin, min_of(begin + step, end));
+      begin += step;
+    } while (begin < end);
     store();
   }
 
@@ -110,7 +104,7 @@ class DecodeCta {
   PAGEDKV_DEVICE int64_t token_of(int row) const { return piece_.query_begin + (row_begin_ + row) / group_; }
   PAGEDKV_DEVICE int64_t head_of(int row) const { return piece_.kv_head_idx * group_ + (row_begin_ + row) % group_; }
   PAGEDKV_DEVICE RowMask* masks() const { return reinterpret_cast<RowMask*>(shared_ + Tile::MASKS_AT); }
-  PAGEDKV_DEVICE float* fold_acc() const { return reinterpret_cast<float*>(shared_ + Tile::FOLD_AT); }
+  PAGEDKV_DEVICE float* fold_acc() const { return reinterpret_cast<float*>(shared_ + fold_at_); }
   PAGEDKV_DEVICE float* fold_max() const { return fold_acc() + Tile::ROWS * D; }
   PAGEDKV_DEVICE float* fold_sum() const { return fold_max() + Tile::ROWS; }
   PAGEDKV_DEVICE float* merge_acc(int warp) const {
@@ -118,12 +112,12 @@ class DecodeCta {
   }
   PAGEDKV_DEVICE float* merge_max(int warp) const { return merge_acc(CTA_WARPS) + warp * Tile::ROWS; }
   PAGEDKV_DEVICE float* merge_sum(int warp) const { return merge_max(CTA_WARPS) + warp * Tile::ROWS; }
-  PAGEDKV_DEVICE unsigned char* slot(int64_t entry) const {
-    return shared_ + Tile::RING_AT + (static_cast<int>(entry % Tile::SLOTS) * CTA_WARPS + warp_) * Tile::SLOT_BYTES;
+  PAGEDKV_DEVICE unsigned char* slot(int entry) const {
+    return shared_ + Tile::RING_AT + (entry % Tile::SLOTS * CTA_WARPS + warp_) * Tile::SLOT_BYTES;
   }
   // Which of the warp's 16 keys of a tile have a block; the ring never holds more than 4 tiles.
-  PAGEDKV_DEVICE uint32_t& valid(int64_t tile) const {
-    return reinterpret_cast<uint32_t*>(shared_ + Tile::VALID_AT)[warp_ * 4 + static_cast<int>(tile & 3)];
+  PAGEDKV_DEVICE uint32_t& valid(int tile) const {
+    return reinterpret_cast<uint32_t*>(shared_ + Tile::VALID_AT)[warp_ * 4 + (tile & 3)];
   }
 
   // Query rows to shared memory, zero beyond head_dim and beyond the last row. Where K is widened from 8 bits a register of
@@ -156,10 +150,10 @@ class DecodeCta {
       masks()[threadIdx.x] = mask;
     }
     __syncthreads();
-    keys_begin_ = std::numeric_limits<int64_t>::max();
+    keys_begin_ = std::numeric_limits<int>::max();
     keys_end_ = 0;
     sure_begin_ = 0;
-    sure_end_ = std::numeric_limits<int64_t>::max();
+    sure_end_ = std::numeric_limits<int>::max();
     for (int row = 0; row < num_rows_; ++row) {
       const RowMask& mask = masks()[row];
       if (mask.begin < mask.end) {
@@ -172,20 +166,30 @@ class DecodeCta {
     keys_begin_ = min_of(keys_begin_, keys_end_);
   }
 
-  PAGEDKV_DEVICE void reset_fold() {
-    for (int i = threadIdx.x; i < Tile::ROWS * D; i += CTA_THREADS) fold_acc()[i] = 0.0f;
-    if (threadIdx.x < Tile::ROWS) {
-      fold_max()[threadIdx.x] = NEGATIVE_INFINITY;
-      fold_sum()[threadIdx.x] = 0.0f;
+  // Without split_size the keys are shared out evenly, in whole tiles. With it they are cut at its multiples, and a CTA takes
+  // either one split or all of them.
+  PAGEDKV_DEVICE void find_chunks(int& begin, int& end, int& step) const {
+    const int chunk_idx = static_cast<int>(piece_.chunk_idx), num_chunks = static_cast<int>(launch_.num_chunks);
+    const auto ceil_to = [](int value, int unit) { return (value + unit - 1) / unit; };
+    if (p_.split_size == 0) {
+      const int first_tile = keys_begin_ / TILE_TOKENS, end_tile = ceil_to(keys_end_, TILE_TOKENS);
+      step = ceil_to(end_tile - first_tile, num_chunks) * TILE_TOKENS;
+      begin = first_tile * TILE_TOKENS + chunk_idx * step;
+      end = min_of(begin + step, end_tile * TILE_TOKENS);
+    } else {
+      step = static_cast<int>(min_of<int64_t>(p_.split_size, keys_end_ + 1));
+      const int first = keys_begin_ / step + chunk_idx;
+      begin = first * step;
+      end = num_chunks == 1 ? keys_end_ : begin + step;
     }
   }
 
   // Keys [begin, end), cut into tiles from begin on; those that no row sees are passed over.
-  PAGEDKV_DEVICE void attend(int64_t begin, int64_t end) {
-    const int64_t skipped = keys_begin_ > begin ? (keys_begin_ - begin) / TILE_TOKENS : 0;
+  PAGEDKV_DEVICE void attend(int begin, int end) {
+    const int skipped = keys_begin_ > begin ? (keys_begin_ - begin) / TILE_TOKENS : 0;
     tiles_begin_ = begin + skipped * TILE_TOKENS;
     chunk_end_ = min_of(end, keys_end_);
-    num_tiles_ = tiles_begin_ < chunk_end_ ? ceil_div(chunk_end_ - tiles_begin_, TILE_TOKENS) : 0;
+    num_tiles_ = tiles_begin_ < chunk_end_ ? (chunk_end_ - tiles_begin_ + TILE_TOKENS - 1) / TILE_TOKENS : 0;
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 2; ++e) {
         max_[nt][e] = NEGATIVE_INFINITY;
@@ -200,8 +204,8 @@ class DecodeCta {
       }
     }
     // The ring alternates K and V: entry 2 t is K of tile t, entry 2 t + 1 its V.
-    for (int64_t entry = 0; entry < Tile::SLOTS - 1; ++entry) issue(entry);
-    for (int64_t tile = 0; tile < num_tiles_; ++tile) {
+    for (int entry = 0; entry < Tile::SLOTS - 1; ++entry) issue(entry);
+    for (int tile = 0; tile < num_tiles_; ++tile) {
       float score[NT][4];
       uint32_t seen = 0xffffffffu;
       issue(2 * tile + Tile::SLOTS - 1);
@@ -222,18 +226,18 @@ class DecodeCta {
   }
 
   // Starts the copies of a ring entry: lanes 0 to 15 find a key's block each, then all lanes copy 16-byte chunks.
-  PAGEDKV_DEVICE void issue(int64_t entry) {
-    const int64_t tile = entry / 2;
+  PAGEDKV_DEVICE void issue(int entry) {
+    const int tile = entry / 2;
     if (tile < num_tiles_) {
       const bool is_value = entry % 2 != 0;
       if (!is_value) find_rows(tile);
-      const int64_t head_dim = is_value ? p_.value_head_dim : p_.head_dim;
+      const int head_dim = static_cast<int>(is_value ? p_.value_head_dim : p_.head_dim);
       const auto* cache = static_cast<const unsigned char*>(is_value ? p_.value_cache : p_.key_cache);
       const int64_t my_offset = is_value ? value_offset_ : key_offset_;
       unsigned char* destination = slot(entry);
       // An mma takes 16 dimensions: the last one's second half is zero where head_dim ends in its first.
-      const int used_chunks = static_cast<int>(ceil_div(head_dim, 16) * 16 / Tile::CHUNK_ELEMENTS);
-#pragma unroll
+      const int used_chunks = (head_dim + 15) / 16 * 16 / Tile::CHUNK_ELEMENTS;
+#pragma unroll 4
       for (int i = lane_; i < WARP_TOKENS * Tile::CHUNKS; i += WARP_THREADS) {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
         const int64_t offset = __shfl_sync(FULL_WARP, my_offset, row);
@@ -245,8 +249,8 @@ class DecodeCta {
   }
 
   PAGEDKV_DEVICE void copy_chunk(unsigned char* destination, const unsigned char* cache, int64_t offset, int chunk,
-                                 int64_t head_dim) {
-    const int64_t first = static_cast<int64_t>(chunk) * Tile::CHUNK_ELEMENTS;
+                                 int head_dim) {
+    const int first = chunk * Tile::CHUNK_ELEMENTS;
     const unsigned char* source = cache + (offset + first) * CACHE_BYTES;
     if (launch_.rows_are_aligned) {
       cp_async_16(destination, source, offset >= 0 && first < head_dim);
@@ -260,11 +264,11 @@ class DecodeCta {
   }
 
   // The element offset of the lane's key in both caches, -1 where it has no block or no row can see it.
-  PAGEDKV_DEVICE void find_rows(int64_t tile) {
-    const int64_t token = tiles_begin_ + tile * TILE_TOKENS + warp_ * WARP_TOKENS + lane_ % WARP_TOKENS;
+  PAGEDKV_DEVICE void find_rows(int tile) {
+    const int token = tiles_begin_ + tile * TILE_TOKENS + warp_ * WARP_TOKENS + lane_ % WARP_TOKENS;
     int64_t block = -1;
     if (token >= keys_begin_ && token < chunk_end_) block = block_of_token(p_, piece_.seq_idx, token);
-    const int64_t token_in_block = token % p_.block_size;
+    const int token_in_block = token % static_cast<int>(p_.block_size);
     key_offset_ = block < 0 ? -1 : cache_offset(key_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);
     value_offset_ = block < 0 ? -1 : cache_offset(value_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);
     const uint32_t has_block = __ballot_sync(FULL_WARP, block >= 0) & 0xffffu;
@@ -278,7 +282,7 @@ class DecodeCta {
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] = 0.0f;
     }
-#pragma unroll
+#pragma unroll 4
     for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
       if (step * 16 >= p_.head_dim) break;
       uint32_t loaded[4];
@@ -310,9 +314,9 @@ class DecodeCta {
 
   // Scale, softcap, ALiBi and mask, in base 2. True where every row sees all of the warp's keys; otherwise bit t of `seen`
   // says whether any row sees key t.
-  PAGEDKV_DEVICE bool mask_scores(int64_t tile, float (&score)[NT][4], uint32_t& seen) {
+  PAGEDKV_DEVICE bool mask_scores(int tile, float (&score)[NT][4], uint32_t& seen) {
     const float scale = p_.softmax_scale * scale_of(p_.k_scale, p_.k_scale_value, piece_.kv_head_idx);
-    const int64_t warp_begin = tiles_begin_ + tile * TILE_TOKENS + warp_ * WARP_TOKENS;
+    const int warp_begin = tiles_begin_ + tile * TILE_TOKENS + warp_ * WARP_TOKENS;
     const uint32_t has_block = valid(tile);
     const bool sure = has_block == 0xffffu && warp_begin >= sure_begin_ && warp_begin + WARP_TOKENS <= sure_end_;
     const bool plain = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
@@ -461,16 +465,17 @@ class DecodeCta {
         const float warp_max = merge_max(warp)[row];
         if (warp_max != NEGATIVE_INFINITY) acc = fmaf(merge_acc(warp)[i], exp2_approx(warp_max - max), acc);
       }
-      fold_acc()[i] = folded(fold_of(fold_max()[row], max), fold_acc()[i], acc);
+      fold_acc()[i] = is_first_ ? acc : folded(fold_of(fold_max()[row], max), fold_acc()[i], acc);
     }
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < num_rows_) {
       float max, sum;
       merged_max_sum(threadIdx.x, max, sum);
-      const Fold fold = fold_of(fold_max()[threadIdx.x], max);
-      fold_sum()[threadIdx.x] = folded(fold, fold_sum()[threadIdx.x], sum);
+      const Fold fold = is_first_ ? Fold{max, 0.0f, 1.0f} : fold_of(fold_max()[threadIdx.x], max);
+      fold_sum()[threadIdx.x] = is_first_ ? sum : folded(fold, fold_sum()[threadIdx.x], sum);
       fold_max()[threadIdx.x] = fold.max;
     }
+    is_first_ = false;
     __syncthreads();
   }
 
@@ -507,10 +512,11 @@ class DecodeCta {
   const PagedAttentionParams& p_;
   unsigned char* shared_;
   Piece piece_;
-  int warp_, lane_, num_rows_;
-  int64_t group_, row_begin_;
-  int64_t keys_begin_, keys_end_, sure_begin_, sure_end_;
-  int64_t tiles_begin_, chunk_end_, num_tiles_;
+  int warp_, lane_, num_rows_, fold_at_;
+  bool is_first_ = true;  // nothing has been folded yet
+  int group_, row_begin_;
+  int keys_begin_, keys_end_, sure_begin_, sure_end_;  // positions fit int32, as context lengths do
+  int tiles_begin_, chunk_end_, num_tiles_;
   int64_t key_offset_, value_offset_;
   float acc_[K_STEPS][NT][4];
   float max_[NT][2], sum_[NT][2];

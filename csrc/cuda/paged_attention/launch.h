@@ -62,8 +62,9 @@ template <class Query, int CACHE_BYTES, int D, int NT>
 cudaError_t launch_decode(const AttentionLaunch& args, cudaStream_t stream) {
   using Tile = DecodeTile<Query, CACHE_BYTES, D, NT>;
   const dim3 grid(static_cast<unsigned>(args.num_row_tiles * args.p.num_kv_heads * args.num_chunks));
+  const int shared_bytes = takes_several_splits(args) ? Tile::KEPT_SHARED_BYTES : Tile::SHARED_BYTES;
   const cudaError_t error =
-      launch(decode_kernel<Query, CACHE_BYTES, D, NT>, grid, dim3(CTA_THREADS), Tile::SHARED_BYTES, stream, args);
+      launch(decode_kernel<Query, CACHE_BYTES, D, NT>, grid, dim3(CTA_THREADS), shared_bytes, stream, args);
   if (error != cudaSuccess || args.num_chunks == 1) return error;
   const dim3 combine_grid(static_cast<unsigned>(ceil_div(args.p.num_tokens * args.p.num_heads, CTA_WARPS)));
   return launch(combine_kernel<Query>, combine_grid, dim3(CTA_THREADS), 0, stream, args);

@@ -26,6 +26,11 @@ struct AttentionLaunch {
   bool rows_are_aligned;  // cache rows can be copied in 16-byte pieces
 };
 
+// Whether a CTA goes through all splits of its rows itself.
+PAGEDKV_HD bool takes_several_splits(const AttentionLaunch& launch) {
+  return launch.p.split_size > 0 && launch.num_chunks == 1;
+}
+
 struct Piece {
   int64_t seq_idx, row_tile, kv_head_idx, chunk_idx;
   int64_t query_begin, query_len;
