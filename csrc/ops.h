@@ -1,4 +1,5 @@
-// Table of contents: the two entry points of every operator. csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu define them.
+// Table of contents: the two entry points of every operator. csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu define
+// them.
 #pragma once
 
 #include "params.h"
@@ -21,7 +22,8 @@ void merge_attn_states(const MergeAttnStatesParams& params);
 namespace pagedkv::cuda {
 
 cudaError_t paged_attention(const PagedAttentionParams& params, cudaStream_t stream);
-cudaError_t paged_attention_scratch(const PagedAttentionParams& params, int64_t& num_floats);  // size of params.scratch
+cudaError_t paged_attention_scratch(const PagedAttentionParams& params,
+                                    int64_t& num_floats);  // size of params.scratch
 cudaError_t reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream);
 cudaError_t rope_and_cache(const RopeAndCacheParams& params, cudaStream_t stream);
 cudaError_t copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);

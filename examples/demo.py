@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Threads that wait by spinning slow each other down many times over where other programs share the processor.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 try:
     import accelerate  # noqa: F401  transformers needs it to load a GGUF file

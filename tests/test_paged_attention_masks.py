@@ -250,7 +250,6 @@ def test_lse_base_mismatch(backend: Backend) -> None:
     # A prefix of 4000 keys and a suffix of 96, merged, against all 4096 at once.
     case = build_case([4096], device=backend.device, head_dim=64, block_size=16)
     whole, whole_lse = case.run(backend, return_lse=True)
-    prefix = case.run(backend, kv_starts=None, return_lse=True)
     arguments = case.query, case.block_tables, case.key_cache, case.value_cache
     prefix = backend.ops.paged_attention(*arguments, backend.tensor([4000]), return_lse=True)
     suffix = case.run(backend, kv_starts=backend.tensor([4000]), return_lse=True)

@@ -9,18 +9,27 @@
 
 namespace pagedkv {
 
-// Query i of q_len stands at position context_len - q_len + i (bottom-right causal). With q_len 2, kv_len 5, window 3:
+// Query i of q_len stands at position context_len - q_len + i (bottom-right causal). With q_len 2, kv_len 5,
+// window 3:
 //
 //            key 0 1 2 3 4
 //   query 0      . x x x .        position 3
 //   query 1      . . x x x        position 4
 // Positions fit int32, as context lengths do.
 struct RowMask {
+<<<<<<< HEAD
   int32_t begin, end;    // keys outside [begin, end) are not visible
   int32_t causal_end;    // nor are keys in [causal_end, tree_begin)
   int32_t tree_begin;    // from this key on tree_row decides; NO_TREE without a tree
   int32_t position;      // of the query, for ALiBi
   const bool* tree_row;  // [max_tree] is key tree_begin + column visible?
+=======
+  int64_t begin, end;    // keys outside [begin, end) are not visible
+  int64_t causal_end;    // nor are keys in [causal_end, tree_begin)
+  int64_t tree_begin;    // from this key on tree_row decides; NO_TREE without a tree
+  const bool* tree_row;  // [max_tree] is key tree_begin + column visible?
+  int64_t position;      // of the query, for ALiBi
+>>>>>>> main
 
   static constexpr int32_t NO_TREE = std::numeric_limits<int32_t>::max();
 
@@ -29,8 +38,8 @@ struct RowMask {
   }
 };
 
-PAGEDKV_HD RowMask row_mask(const PagedAttentionParams& p, int64_t seq_idx, int64_t query_len, int64_t query_idx,
-                            int64_t token_idx) {
+PAGEDKV_HD RowMask row_mask(const PagedAttentionParams& p, int64_t seq_idx, int64_t query_len,
+                            int64_t query_idx, int64_t token_idx) {
   const int64_t context_len = max_of<int64_t>(0, p.context_lens[seq_idx]);
   const int64_t position = context_len - query_len + query_idx;
   const int64_t causal_end = p.causal ? min_of(context_len, position + 1) : context_len;
@@ -45,7 +54,8 @@ PAGEDKV_HD RowMask row_mask(const PagedAttentionParams& p, int64_t seq_idx, int6
   mask.end = static_cast<int32_t>(end);
   mask.causal_end = static_cast<int32_t>(causal_end);
   mask.position = static_cast<int32_t>(position);
-  mask.tree_begin = p.tree_mask != nullptr ? static_cast<int32_t>(context_len - p.max_tree) : RowMask::NO_TREE;
+  mask.tree_begin =
+      p.tree_mask != nullptr ? static_cast<int32_t>(context_len - p.max_tree) : RowMask::NO_TREE;
   mask.tree_row = p.tree_mask != nullptr ? p.tree_mask + token_idx * p.tree_mask_token_stride : nullptr;
   return mask;
 }

@@ -1,5 +1,6 @@
-// One named function per PTX instruction that the attention kernels use, each with its twin on the emulator. PTX ISA 8.0,
-// sections "Data Movement and Conversion Instructions: Asynchronous copy" and "Warp Level Matrix Instructions".
+// One named function per PTX instruction that the attention kernels use, each with its twin on the emulator.
+// PTX ISA 8.0, sections "Data Movement and Conversion Instructions: Asynchronous copy" and "Warp Level Matrix
+// Instructions".
 #pragma once
 
 #include "common/device.h"
@@ -11,7 +12,8 @@ inline constexpr unsigned FULL_WARP = 0xffffffffu;
 
 #if defined(PAGEDKV_EMULATED)
 
-// 16 bytes from global to shared memory, behind the thread's back; with read = false the destination becomes zero.
+// 16 bytes from global to shared memory, behind the thread's back; with read = false the destination becomes
+// zero.
 inline void cp_async_16(void* destination, const void* source, bool read) {
   emulator::async_copy<16>(destination, source, read ? 16 : 0);
 }
@@ -22,9 +24,15 @@ void cp_async_wait() {
 }
 
 // Four 8x8 matrices of 16-bit elements; lane 8 j + i gives the address of row i of matrix j.
-inline void ldmatrix_x4(uint32_t (&registers)[4], const void* row) { emulator::ldmatrix<4, false>(registers, row); }
-inline void ldmatrix_x4_trans(uint32_t (&registers)[4], const void* row) { emulator::ldmatrix<4, true>(registers, row); }
-inline void ldmatrix_x2(uint32_t (&registers)[2], const void* row) { emulator::ldmatrix<2, false>(registers, row); }
+inline void ldmatrix_x4(uint32_t (&registers)[4], const void* row) {
+  emulator::ldmatrix<4, false>(registers, row);
+}
+inline void ldmatrix_x4_trans(uint32_t (&registers)[4], const void* row) {
+  emulator::ldmatrix<4, true>(registers, row);
+}
+inline void ldmatrix_x2(uint32_t (&registers)[2], const void* row) {
+  emulator::ldmatrix<2, false>(registers, row);
+}
 
 // Transposes an 8x8 matrix of 16-bit elements that the warp holds, one register a lane.
 inline uint32_t movmatrix_trans(uint32_t source) { return emulator::movmatrix_transposed(source); }
@@ -33,7 +41,8 @@ inline uint32_t movmatrix_trans(uint32_t source) { return emulator::movmatrix_tr
 template <class T>
 void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   constexpr bool IS_BFLOAT16 = std::is_same_v<T, bfloat16>;
-  emulator::mma_m16n8k16(IS_BFLOAT16 ? emulator::MmaElement::bfloat16 : emulator::MmaElement::float16, d, a, b, d);
+  emulator::mma_m16n8k16(IS_BFLOAT16 ? emulator::MmaElement::bfloat16 : emulator::MmaElement::float16, d, a,
+                         b, d);
 }
 
 // 2 ** x to about 2 ulp; 2 ** -inf is 0.
@@ -46,8 +55,8 @@ PAGEDKV_DEVICE unsigned shared_address(const void* pointer) {
 }
 
 PAGEDKV_DEVICE void cp_async_16(void* destination, const void* source, bool read) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(destination)), "l"(source),
-               "r"(read ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
+               "l"(source), "r"(read ? 16 : 0)
                : "memory");
 }
 PAGEDKV_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,9 +1,9 @@
 // cache[slot_mapping[i]] = round(row i / scale).
 //
-// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece) of the token's keys, then its
-// values. Bytes: each row is read and written once, the slots once per CTA: it looks for later rows that name one of its
-// slots and leaves those tokens out, so that of several rows one whole row ends in the slot. A slot outside the cache is
-// skipped.
+// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece) of the token's
+// keys, then its values. Bytes: each row is read and written once, the slots once per CTA: it looks for later
+// rows that name one of its slots and leaves those tokens out, so that of several rows one whole row ends in
+// the slot. A slot outside the cache is skipped.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
 #include "cuda/slots.h"
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(WRITE_CTA_THREADS) reshape_and_cache_kernel(co
     const int64_t slot = slots.writable(p, i);
     if (slot < 0) continue;
     if constexpr (is_quantised_v<Cache>) {
-      with_float_dtype(p.input_dtype, [&]<class Input>() { write_token<Input, Cache>(launch, token_begin + i, slot); });
+      with_float_dtype(p.input_dtype,
+                       [&]<class Input>() { write_token<Input, Cache>(launch, token_begin + i, slot); });
     } else {
       write_token<Cache, Cache>(launch, token_begin + i, slot);
     }
@@ -80,18 +81,23 @@ cudaError_t reshape_and_cache(const ReshapeAndCacheParams& p, cudaStream_t strea
   Launch args;
   args.p = p;
   args.tokens_per_cta = tokens_per_cta(p.num_tokens);
-  args.keys_aligned = rows_are_aligned(
-      {p.key, input_bytes, {p.key_token_stride, p.key_head_stride, 0}},
-      {p.key_cache, cache_bytes, {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
-      p.head_dim);
-  args.values_aligned = rows_are_aligned(
-      {p.value, input_bytes, {p.value_token_stride, p.value_head_stride, 0}},
-      {p.value_cache, cache_bytes, {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
-      p.value_head_dim);
+  args.keys_aligned =
+      rows_are_aligned({p.key, input_bytes, {p.key_token_stride, p.key_head_stride, 0}},
+                       {p.key_cache,
+                        cache_bytes,
+                        {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
+                       p.head_dim);
+  args.values_aligned =
+      rows_are_aligned({p.value, input_bytes, {p.value_token_stride, p.value_head_stride, 0}},
+                       {p.value_cache,
+                        cache_bytes,
+                        {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
+                       p.value_head_dim);
   const dim3 grid(static_cast<unsigned>(ceil_div(p.num_tokens, args.tokens_per_cta)));
   cudaError_t error = cudaSuccess;
   dispatch_dtype(p.cache_dtype, [&]<class Cache>() {
-    error = launch(reshape_and_cache_kernel<Cache>, grid, dim3(WRITE_CTA_THREADS), sizeof(CtaSlots), stream, args);
+    error = launch(reshape_and_cache_kernel<Cache>, grid, dim3(WRITE_CTA_THREADS), sizeof(CtaSlots), stream,
+                   args);
   });
   return error;
 }

@@ -1,10 +1,11 @@
-// x' = rotate(x, positions): (a, b) -> (a cos - b sin, b cos + a sin) on pairs of elements, in float32, rounded once
-// (Su et al. 2021, "RoFormer", section 3.2). Query rows are rotated in place, key rows on their way into the cache; value
-// rows go along.
+// x' = rotate(x, positions): (a, b) -> (a cos - b sin, b cos + a sin) on pairs of elements, in float32,
+// rounded once (Su et al. 2021, "RoFormer", section 3.2). Query rows are rotated in place, key rows on their
+// way into the cache; value rows go along.
 //
-// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece of the first halves). Bytes:
-// every row of query, key and value is read and written once; cos and sin once per head, from the L1 cache. A token whose
-// position is outside cos and sin is left alone, a slot outside the cache is skipped.
+// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece of the first
+// halves). Bytes: every row of query, key and value is read and written once; cos and sin once per head, from
+// the L1 cache. A token whose position is outside cos and sin is left alone, a slot outside the cache is
+// skipped.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
 #include "cuda/slots.h"
@@ -26,24 +27,28 @@ PAGEDKV_DEVICE float angle(const void* table, DType dtype, DType input_dtype, in
                                        : to_float(static_cast<const bfloat16*>(table)[idx]);
 }
 
-// Rotates num_rows rows of one token, N pairs at a time: from_row and to_row turn a head into a pointer, store(head, x)
-// turns a rotated element into one of To. Elements past rotary_dim pass through.
+// Rotates num_rows rows of one token, N pairs at a time: from_row and to_row turn a head into a pointer,
+// store(head, x) turns a rotated element into one of To. Elements past rotary_dim pass through.
 template <bool INTERLEAVED, int N, class From, class To, class FromRow, class ToRow, class Store>
-PAGEDKV_DEVICE void rotate_packs(const RopeAndCacheParams& p, int64_t position, int64_t num_rows, FromRow&& from_row,
-                                 ToRow&& to_row, Store&& store) {
+PAGEDKV_DEVICE void rotate_packs(const RopeAndCacheParams& p, int64_t position, int64_t num_rows,
+                                 FromRow&& from_row, ToRow&& to_row, Store&& store) {
   const int64_t half = p.rotary_dim / 2, rest = p.write.head_dim - p.rotary_dim;
   const int64_t units = half / N;
   for (int64_t i = threadIdx.x; i < num_rows * units; i += WRITE_CTA_THREADS) {
     const int64_t row = i / units, pair = i % units * N;
-    const int64_t first_at = INTERLEAVED ? 2 * pair : pair, second_at = INTERLEAVED ? 2 * pair + N : pair + half;
+    const int64_t first_at = INTERLEAVED ? 2 * pair : pair,
+                  second_at = INTERLEAVED ? 2 * pair + N : pair + half;
     const Pack<From, N> first = load_pack<From, N>(from_row(row) + first_at);
     const Pack<From, N> second = load_pack<From, N>(from_row(row) + second_at);
     Pack<To, N> rotated_first, rotated_second;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const float c = angle(p.cos, p.table_dtype, p.write.input_dtype, position * p.cos_position_stride + pair + k);
-      const float s = angle(p.sin, p.table_dtype, p.write.input_dtype, position * p.sin_position_stride + pair + k);
-      // Elements a_at and b_at of both pieces together: N pairs one after another, or a pair split between the pieces.
+      const float c =
+          angle(p.cos, p.table_dtype, p.write.input_dtype, position * p.cos_position_stride + pair + k);
+      const float s =
+          angle(p.sin, p.table_dtype, p.write.input_dtype, position * p.sin_position_stride + pair + k);
+      // Elements a_at and b_at of both pieces together: N pairs one after another, or a pair split between
+      // the pieces.
       const int a_at = INTERLEAVED ? 2 * k : k, b_at = INTERLEAVED ? 2 * k + 1 : N + k;
       const float a = to_float(a_at < N ? first.item[a_at % N] : second.item[a_at % N]);
       const float b = to_float(b_at < N ? first.item[b_at % N] : second.item[b_at % N]);
@@ -89,15 +94,18 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
   const int64_t block = slot / w.block_size, token_in_block = slot % w.block_size;
   const auto* key = static_cast<const Input*>(w.key) + token_idx * w.key_token_stride;
   const auto* value = static_cast<const Input*>(w.value) + token_idx * w.value_token_stride;
-  Cache* key_cache = static_cast<Cache*>(w.key_cache) + cache_offset(key_cache_strides(w), block, token_in_block, 0);
-  Cache* value_cache = static_cast<Cache*>(w.value_cache) + cache_offset(value_cache_strides(w), block, token_in_block, 0);
+  Cache* key_cache =
+      static_cast<Cache*>(w.key_cache) + cache_offset(key_cache_strides(w), block, token_in_block, 0);
+  Cache* value_cache =
+      static_cast<Cache*>(w.value_cache) + cache_offset(value_cache_strides(w), block, token_in_block, 0);
   rotate_rows<Input, Cache>(
       launch.keys_aligned, launch.p, position, w.num_kv_heads,
       [&](int64_t kv_head_idx) { return key + kv_head_idx * w.key_head_stride; },
       [&](int64_t kv_head_idx) { return key_cache + kv_head_idx * w.key_cache_head_stride; },
       [&](int64_t kv_head_idx, float x) {
         // A quantised cache divides the float32 rotation, so that it too is rounded once.
-        return from_float<Cache>(is_quantised_v<Cache> ? x / scale_of(w.k_scale, w.k_scale_value, kv_head_idx) : x);
+        return from_float<Cache>(is_quantised_v<Cache> ? x / scale_of(w.k_scale, w.k_scale_value, kv_head_idx)
+                                                       : x);
       });
   move_rows<Input, Cache>(
       launch.values_aligned, w.num_kv_heads, w.value_head_dim, threadIdx.x, WRITE_CTA_THREADS,
@@ -144,10 +152,13 @@ cudaError_t rope_and_cache(const RopeAndCacheParams& p, cudaStream_t stream) {
   const RowAlignment query{p.query, input_bytes, {p.query_token_stride, p.query_head_stride, 0}};
   const RowAlignment key{w.key, input_bytes, {w.key_token_stride, w.key_head_stride, 0}};
   const RowAlignment value{w.value, input_bytes, {w.value_token_stride, w.value_head_stride, 0}};
-  const RowAlignment key_cache{
-      w.key_cache, cache_bytes, {w.key_cache_block_stride, w.key_cache_token_stride, w.key_cache_head_stride}};
+  const RowAlignment key_cache{w.key_cache,
+                               cache_bytes,
+                               {w.key_cache_block_stride, w.key_cache_token_stride, w.key_cache_head_stride}};
   const RowAlignment value_cache{
-      w.value_cache, cache_bytes, {w.value_cache_block_stride, w.value_cache_token_stride, w.value_cache_head_stride}};
+      w.value_cache,
+      cache_bytes,
+      {w.value_cache_block_stride, w.value_cache_token_stride, w.value_cache_head_stride}};
   Launch args;
   args.p = p;
   args.tokens_per_cta = tokens_per_cta(p.num_positions);
@@ -157,7 +168,8 @@ cudaError_t rope_and_cache(const RopeAndCacheParams& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(p.num_positions, args.tokens_per_cta)));
   cudaError_t error = cudaSuccess;
   dispatch_dtype(w.cache_dtype, [&]<class Cache>() {
-    error = launch(rope_and_cache_kernel<Cache>, grid, dim3(WRITE_CTA_THREADS), sizeof(CtaSlots), stream, args);
+    error =
+        launch(rope_and_cache_kernel<Cache>, grid, dim3(WRITE_CTA_THREADS), sizeof(CtaSlots), stream, args);
   });
   return error;
 }

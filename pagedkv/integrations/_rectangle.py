@@ -300,8 +300,8 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | No
     if visible is not None:
         columns, num_tokens = torch.arange(num_keys, device=device), visible.sum(1, keepdim=True)
         is_left = (visible == (columns >= num_keys - num_tokens)).all(1)
-        # Padding on the right is behind every query that counts, provided that all queries are here.
-        is_right = (visible == (columns < num_tokens)).all(1) & (num_queries == num_keys)
+        # Padding on the right lies behind every query that counts.
+        is_right = (visible == (columns < num_tokens)).all(1)
         if not bool((is_left | is_right).all()):
             raise NotImplementedError("padding between tokens is not supported without a PagedCache")
         kv_starts = torch.where(is_left, num_keys - num_tokens.squeeze(1), 0).int()

@@ -1,6 +1,7 @@
 // Folds the chunks of every row together, in order, and normalises.
 //
-// Work: one warp per (token, head), its lanes over the value dimensions. Bytes: every chunk's state is read once.
+// Work: one warp per (token, head), its lanes over the value dimensions. Bytes: every chunk's state is read
+// once.
 #pragma once
 
 #include "cuda/paged_attention/plan.h"
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(CTA_THREADS) combine_kernel(const AttentionLau
       max = fold.max;
     }
     const Normaliser normaliser = normaliser_of(p, head_idx, max, sum);
-    const float result = normaliser.factor == 0.0f ? 0.0f : acc * normaliser.factor;
+    const float result = normaliser(acc);
     out_row<Query>(p, token_idx, head_idx)[dim] = from_float<Query>(result);
     if (dim == 0 && p.lse != nullptr) p.lse[row] = normaliser.lse;
   }

@@ -1,12 +1,14 @@
 // Attention of a tile of at most 8 * NT query rows to the keys and values of one KV head, on tensor cores.
 //
-// Work: a CTA has one piece (plan.h). Its 4 warps share a tile of 64 keys, 16 each, from load to the sum of values, through
-// rings of shared memory of their own: no barrier of the CTA in the main loop, one merge of the warps at a chunk's end.
-// Bytes: K and V of a piece are read once for all rows, by 16-byte asynchronous copies.
+// Work: a CTA has one piece (plan.h). Its 4 warps share a tile of 64 keys, 16 each, from load to the sum of
+// values, through rings of shared memory of their own: no barrier of the CTA in the main loop, one merge of
+// the warps at a chunk's end. Bytes: K and V of a piece are read once for all rows, by 16-byte asynchronous
+// copies.
 //
-// The operands are swapped, S^T = K Q^T and O^T = V^T P^T, so that keys and value dimensions fill the 16 rows of an mma and
-// query rows its 8 columns: padding is to 8 rows, and one kernel serves every group size. Per lane, with
-// g = lane / 4 and q = lane % 4, an accumulator holds rows 2q, 2q + 1 of keys (or value dimensions) g and g + 8.
+// The operands are swapped, S^T = K Q^T and O^T = V^T P^T, so that keys and value dimensions fill the 16 rows
+// of an mma and query rows its 8 columns: padding is to 8 rows, and one kernel serves every group size. Per
+// lane, with g = lane / 4 and q = lane % 4, an accumulator holds rows 2q, 2q + 1 of keys (or value
+// dimensions) g and g + 8.
 #pragma once
 
 #include "cuda/paged_attention/plan.h"
@@ -26,8 +28,8 @@ struct DecodeTile {
   static constexpr int CHUNK_ELEMENTS = 16 / CACHE_BYTES;
   static constexpr int CHUNKS = ROW_BYTES / 16;
   static constexpr int SLOT_BYTES = WARP_TOKENS * ROW_BYTES;  // of one warp
-  // Bytes in flight hide the latency of memory: 3 slots of 16 KiB a CTA at head_dim 128, more where a slot is smaller. Two
-  // at head_dim 256, so that a CTA fits the 99 KiB of sm_86, sm_89 and sm_120.
+  // Bytes in flight hide the latency of memory: 3 slots of 16 KiB a CTA at head_dim 128, more where a slot is
+  // smaller. Two at head_dim 256, so that a CTA fits the 99 KiB of sm_86, sm_89 and sm_120.
   static constexpr int SLOTS = CACHE_BYTES == 1 ? 4 : (D == 256 ? 2 : 3);
 
   static constexpr int QUERY_BYTES = ROWS * D * 2;
@@ -40,8 +42,8 @@ struct DecodeTile {
   static constexpr int VALID_AT = MASKS_AT + MASKS_BYTES;
   static constexpr int SCAN_AT = VALID_AT + CTA_WARPS * 4 * 4;
   static constexpr int RING_AT = (SCAN_AT + (CTA_WARPS + 2) * 8 + 127) / 128 * 128;
-  // The merge uses the ring's memory. What is folded outlives it only where a CTA takes several splits; otherwise it lies in
-  // the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
+  // The merge uses the ring's memory. What is folded outlives it only where a CTA takes several splits;
+  // otherwise it lies in the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
   static constexpr int FOLD_AT = RING_AT + MERGE_BYTES;
   static constexpr int KEPT_FOLD_AT = RING_AT + (RING_BYTES > MERGE_BYTES ? RING_BYTES : MERGE_BYTES);
   static constexpr int SHARED_BYTES =
@@ -49,8 +51,8 @@ struct DecodeTile {
   static constexpr int KEPT_SHARED_BYTES = KEPT_FOLD_AT + FOLD_BYTES;
   static_assert(SHARED_BYTES <= 99 * 1024 && KEPT_SHARED_BYTES <= 99 * 1024, "a CTA fits every architecture");
 
-  // Where 16-byte chunk `chunk` of row `row` lies: chunks are permuted so that the 8 rows that an ldmatrix reads at once
-  // fall into different banks.
+  // Where 16-byte chunk `chunk` of row `row` lies: chunks are permuted so that the 8 rows that an ldmatrix
+  // reads at once fall into different banks.
   template <int BYTES_PER_ROW>
   PAGEDKV_DEVICE static int swizzled(int row, int chunk) {
     if constexpr (BYTES_PER_ROW >= 128) return row * BYTES_PER_ROW + ((chunk ^ (row & 7)) << 4);
@@ -102,7 +104,9 @@ class DecodeCta {
 
  private:
   PAGEDKV_DEVICE int64_t token_of(int row) const { return piece_.query_begin + (row_begin_ + row) / group_; }
-  PAGEDKV_DEVICE int64_t head_of(int row) const { return piece_.kv_head_idx * group_ + (row_begin_ + row) % group_; }
+  PAGEDKV_DEVICE int64_t head_of(int row) const {
+    return piece_.kv_head_idx * group_ + (row_begin_ + row) % group_;
+  }
   PAGEDKV_DEVICE RowMask* masks() const { return reinterpret_cast<RowMask*>(shared_ + Tile::MASKS_AT); }
   PAGEDKV_DEVICE float* fold_acc() const { return reinterpret_cast<float*>(shared_ + fold_at_); }
   PAGEDKV_DEVICE float* fold_max() const { return fold_acc() + Tile::ROWS * D; }
@@ -120,8 +124,9 @@ class DecodeCta {
     return reinterpret_cast<uint32_t*>(shared_ + Tile::VALID_AT)[warp_ * 4 + (tile & 3)];
   }
 
-  // Query rows to shared memory, zero beyond head_dim and beyond the last row. Where K is widened from 8 bits a register of
-  // four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma, so the query's are permuted alike.
+  // Query rows to shared memory, zero beyond head_dim and beyond the last row. Where K is widened from 8 bits
+  // a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma, so the
+  // query's are permuted alike.
   PAGEDKV_DEVICE void load_query() {
     for (int i = threadIdx.x; i < Tile::ROWS * D; i += CTA_THREADS) {
       const int row = i / D, dim = i % D;
@@ -135,7 +140,8 @@ class DecodeCta {
         element = static_cast<const Query*>(
             p_.query)[token_of(row) * p_.query_token_stride + head_of(row) * p_.query_head_stride + dim];
       }
-      *reinterpret_cast<Query*>(shared_ + Tile::template swizzled<D * 2>(row, place / 8) + place % 8 * 2) = element;
+      *reinterpret_cast<Query*>(shared_ + Tile::template swizzled<D * 2>(row, place / 8) + place % 8 * 2) =
+          element;
     }
   }
 
@@ -166,10 +172,11 @@ class DecodeCta {
     keys_begin_ = min_of(keys_begin_, keys_end_);
   }
 
-  // Without split_size the keys are shared out evenly, in whole tiles. With it they are cut at its multiples, and a CTA takes
-  // either one split or all of them.
+  // Without split_size the keys are shared out evenly, in whole tiles. With it they are cut at its multiples,
+  // and a CTA takes either one split or all of them.
   PAGEDKV_DEVICE void find_chunks(int& begin, int& end, int& step) const {
-    const int chunk_idx = static_cast<int>(piece_.chunk_idx), num_chunks = static_cast<int>(launch_.num_chunks);
+    const int chunk_idx = static_cast<int>(piece_.chunk_idx),
+              num_chunks = static_cast<int>(launch_.num_chunks);
     const auto ceil_to = [](int value, int unit) { return (value + unit - 1) / unit; };
     if (p_.split_size == 0) {
       const int first_tile = keys_begin_ / TILE_TOKENS, end_tile = ceil_to(keys_end_, TILE_TOKENS);
@@ -225,7 +232,8 @@ class DecodeCta {
     merge_warps();
   }
 
-  // Starts the copies of a ring entry: lanes 0 to 15 find a key's block each, then all lanes copy 16-byte chunks.
+  // Starts the copies of a ring entry: lanes 0 to 15 find a key's block each, then all lanes copy 16-byte
+  // chunks.
   PAGEDKV_DEVICE void issue(int entry) {
     const int tile = entry / 2;
     if (tile < num_tiles_) {
@@ -242,14 +250,15 @@ class DecodeCta {
         const int row = i / Tile::CHUNKS, chunk = i % Tile::CHUNKS;
         const int64_t offset = __shfl_sync(FULL_WARP, my_offset, row);
         if (chunk >= used_chunks) continue;
-        copy_chunk(destination + Tile::template swizzled<Tile::ROW_BYTES>(row, chunk), cache, offset, chunk, head_dim);
+        copy_chunk(destination + Tile::template swizzled<Tile::ROW_BYTES>(row, chunk), cache, offset, chunk,
+                   head_dim);
       }
     }
     cp_async_commit();
   }
 
-  PAGEDKV_DEVICE void copy_chunk(unsigned char* destination, const unsigned char* cache, int64_t offset, int chunk,
-                                 int head_dim) {
+  PAGEDKV_DEVICE void copy_chunk(unsigned char* destination, const unsigned char* cache, int64_t offset,
+                                 int chunk, int head_dim) {
     const int first = chunk * Tile::CHUNK_ELEMENTS;
     const unsigned char* source = cache + (offset + first) * CACHE_BYTES;
     if (launch_.rows_are_aligned) {
@@ -259,7 +268,8 @@ class DecodeCta {
     using Element = std::conditional_t<CACHE_BYTES == 2, uint16_t, uint8_t>;
     for (int i = 0; i < Tile::CHUNK_ELEMENTS; ++i) {
       const bool read = offset >= 0 && first + i < head_dim;
-      reinterpret_cast<Element*>(destination)[i] = read ? reinterpret_cast<const Element*>(source)[i] : Element{};
+      reinterpret_cast<Element*>(destination)[i] =
+          read ? reinterpret_cast<const Element*>(source)[i] : Element{};
     }
   }
 
@@ -269,8 +279,10 @@ class DecodeCta {
     int64_t block = -1;
     if (token >= keys_begin_ && token < chunk_end_) block = block_of_token(p_, piece_.seq_idx, token);
     const int token_in_block = token % static_cast<int>(p_.block_size);
-    key_offset_ = block < 0 ? -1 : cache_offset(key_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);
-    value_offset_ = block < 0 ? -1 : cache_offset(value_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);
+    key_offset_ =
+        block < 0 ? -1 : cache_offset(key_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);
+    value_offset_ =
+        block < 0 ? -1 : cache_offset(value_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);
     const uint32_t has_block = __ballot_sync(FULL_WARP, block >= 0) & 0xffffu;
     if (lane_ == 0) valid(tile) = has_block;
   }
@@ -312,13 +324,14 @@ class DecodeCta {
     }
   }
 
-  // Scale, softcap, ALiBi and mask, in base 2. True where every row sees all of the warp's keys; otherwise bit t of `seen`
-  // says whether any row sees key t.
+  // Scale, softcap, ALiBi and mask, in base 2. True where every row sees all of the warp's keys; otherwise
+  // bit t of `seen` says whether any row sees key t.
   PAGEDKV_DEVICE bool mask_scores(int tile, float (&score)[NT][4], uint32_t& seen) {
     const float scale = p_.softmax_scale * scale_of(p_.k_scale, p_.k_scale_value, piece_.kv_head_idx);
     const int warp_begin = tiles_begin_ + tile * TILE_TOKENS + warp_ * WARP_TOKENS;
     const uint32_t has_block = valid(tile);
-    const bool sure = has_block == 0xffffu && warp_begin >= sure_begin_ && warp_begin + WARP_TOKENS <= sure_end_;
+    const bool sure =
+        has_block == 0xffffu && warp_begin >= sure_begin_ && warp_begin + WARP_TOKENS <= sure_end_;
     const bool plain = p_.softcap == 0.0f && p_.alibi_slopes == nullptr;
     bool seen_low = false, seen_high = false;
     for (int nt = 0; nt < NT; ++nt) {
@@ -329,10 +342,11 @@ class DecodeCta {
           const int key = lane_ / 4 + e / 2 * 8;
           if (p_.softcap > 0.0f) value = p_.softcap * tanhf(value / p_.softcap);
           if (p_.alibi_slopes != nullptr && row < num_rows_) {
-            value += p_.alibi_slopes[head_of(row)] * static_cast<float>(warp_begin + key - masks()[row].position);
+            value +=
+                p_.alibi_slopes[head_of(row)] * static_cast<float>(warp_begin + key - masks()[row].position);
           }
-          const bool visible = row < num_rows_ && (has_block >> key & 1) != 0 && masks()[row].visible(warp_begin + key) &&
-                               warp_begin + key < chunk_end_;
+          const bool visible = row < num_rows_ && (has_block >> key & 1) != 0 &&
+                               masks()[row].visible(warp_begin + key) && warp_begin + key < chunk_end_;
           if (!visible) value = NEGATIVE_INFINITY;
           (e / 2 == 0 ? seen_low : seen_high) |= visible;
         }
@@ -382,7 +396,8 @@ class DecodeCta {
   }
 
   // acc += V^T P^T. A key that no row sees may hold NaN, and 0 * NaN is NaN, so its values are cleared.
-  PAGEDKV_DEVICE void multiply_values(const unsigned char* values, const float (&weight)[NT][4], bool sure, uint32_t seen) {
+  PAGEDKV_DEVICE void multiply_values(const unsigned char* values, const float (&weight)[NT][4], bool sure,
+                                      uint32_t seen) {
     uint32_t b[NT][2];
     for (int nt = 0; nt < NT; ++nt) {
       b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));
@@ -496,13 +511,14 @@ class DecodeCta {
       const int64_t dim = i % p_.value_head_dim, token_idx = token_of(row), head_idx = head_of(row);
       const float acc = fold_acc()[row * D + dim];
       if (launch_.num_chunks > 1) {
-        const int64_t state_idx = (token_idx * p_.num_heads + head_idx) * launch_.num_chunks + piece_.chunk_idx;
+        const int64_t state_idx =
+            (token_idx * p_.num_heads + head_idx) * launch_.num_chunks + piece_.chunk_idx;
         launch_.partial_acc[state_idx * p_.value_head_dim + dim] = acc;
         if (dim == 0) launch_.partial_max_sum[state_idx] = {fold_max()[row], fold_sum()[row]};
         continue;
       }
       const Normaliser normaliser = normaliser_of(p_, head_idx, fold_max()[row], fold_sum()[row]);
-      const float result = normaliser.factor == 0.0f ? 0.0f : acc * normaliser.factor;
+      const float result = normaliser(acc);
       out_row<Query>(p_, token_idx, head_idx)[dim] = from_float<Query>(result);
       if (dim == 0 && p_.lse != nullptr) p_.lse[token_idx * p_.num_heads + head_idx] = normaliser.lse;
     }

@@ -1,8 +1,9 @@
 // Attention for float32 queries, by plain multiply-adds: tensor cores would round to tf32.
 //
-// Work: a CTA has one (query token, head) and all of its keys, TILE_TOKENS at a time: each warp scores 16 keys, its lanes
-// over head_dim; then each thread sums its value dimensions over the tile's keys. Tiles lie at absolute multiples of
-// TILE_TOKENS and are folded in order, so every split_size gives the same bits. Bytes: K and V once per query head.
+// Work: a CTA has one (query token, head) and all of its keys, TILE_TOKENS at a time: each warp scores 16
+// keys, its lanes over head_dim; then each thread sums its value dimensions over the tile's keys. Tiles lie
+// at absolute multiples of TILE_TOKENS and are folded in order, so every split_size gives the same bits.
+// Bytes: K and V once per query head.
 #pragma once
 
 #include "cuda/paged_attention/plan.h"
@@ -21,19 +22,20 @@ struct Float32Shared {
 };
 
 template <class Cache>
-PAGEDKV_DEVICE float dot_key(const PagedAttentionParams& p, const float* query, int64_t kv_head_idx, int64_t block,
-                             int64_t token_in_block, int lane_idx) {
-  const auto* key =
-      static_cast<const Cache*>(p.key_cache) + cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx);
+PAGEDKV_DEVICE float dot_key(const PagedAttentionParams& p, const float* query, int64_t kv_head_idx,
+                             int64_t block, int64_t token_in_block, int lane_idx) {
+  const auto* key = static_cast<const Cache*>(p.key_cache) +
+                    cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx);
   float sum = 0.0f;
-  for (int64_t dim = lane_idx; dim < p.head_dim; dim += WARP_THREADS) sum = fmaf(query[dim], to_float(key[dim]), sum);
+  for (int64_t dim = lane_idx; dim < p.head_dim; dim += WARP_THREADS)
+    sum = fmaf(query[dim], to_float(key[dim]), sum);
   for (int lanes = WARP_THREADS / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lanes);
   return sum;
 }
 
 template <class Cache>
-PAGEDKV_DEVICE void score_keys(const PagedAttentionParams& p, const RowMask& mask, const Piece& piece, int64_t head_idx,
-                               int64_t tile_begin, Float32Shared& shared) {
+PAGEDKV_DEVICE void score_keys(const PagedAttentionParams& p, const RowMask& mask, const Piece& piece,
+                               int64_t head_idx, int64_t tile_begin, Float32Shared& shared) {
   const int warp_idx = threadIdx.x / WARP_THREADS, lane_idx = threadIdx.x % WARP_THREADS;
   const float scale = p.softmax_scale * scale_of(p.k_scale, p.k_scale_value, piece.kv_head_idx);
   for (int i = warp_idx; i < TILE_TOKENS; i += CTA_WARPS) {
@@ -41,9 +43,11 @@ PAGEDKV_DEVICE void score_keys(const PagedAttentionParams& p, const RowMask& mas
     const int64_t block = mask.visible(token) ? block_of_token(p, piece.seq_idx, token) : -1;
     float score = NEGATIVE_INFINITY;
     if (block >= 0) {
-      score = scale * dot_key<Cache>(p, shared.query, piece.kv_head_idx, block, token % p.block_size, lane_idx);
+      score =
+          scale * dot_key<Cache>(p, shared.query, piece.kv_head_idx, block, token % p.block_size, lane_idx);
       if (p.softcap > 0.0f) score = p.softcap * tanhf(score / p.softcap);
-      if (p.alibi_slopes != nullptr) score += p.alibi_slopes[head_idx] * static_cast<float>(token - mask.position);
+      if (p.alibi_slopes != nullptr)
+        score += p.alibi_slopes[head_idx] * static_cast<float>(token - mask.position);
     }
     if (lane_idx == 0) {
       shared.block[i] = block;
@@ -74,7 +78,8 @@ __global__ void __launch_bounds__(CTA_THREADS) float32_kernel(const AttentionLau
   const RowMask mask = row_mask(p, piece.seq_idx, piece.query_len, query_idx, token_idx);
   const auto* value_cache = static_cast<const Cache*>(p.value_cache);
   float max = NEGATIVE_INFINITY, sum = 0.0f, acc[DIMS_PER_THREAD] = {};
-  for (int64_t tile_begin = mask.begin / TILE_TOKENS * TILE_TOKENS; tile_begin < mask.end; tile_begin += TILE_TOKENS) {
+  for (int64_t tile_begin = mask.begin / TILE_TOKENS * TILE_TOKENS; tile_begin < mask.end;
+       tile_begin += TILE_TOKENS) {
     score_keys<Cache>(p, mask, piece, head_idx, tile_begin, shared);
     __syncthreads();
     float tile_max = NEGATIVE_INFINITY;
@@ -100,7 +105,7 @@ __global__ void __launch_bounds__(CTA_THREADS) float32_kernel(const AttentionLau
   for (int j = 0; j < DIMS_PER_THREAD; ++j) {
     const int64_t dim = threadIdx.x + j * CTA_THREADS;
     if (dim >= p.value_head_dim) continue;
-    out_row<float>(p, token_idx, head_idx)[dim] = normaliser.factor == 0.0f ? 0.0f : acc[j] * normaliser.factor;
+    out_row<float>(p, token_idx, head_idx)[dim] = normaliser(acc[j]);
   }
   if (threadIdx.x == 0 && p.lse != nullptr) p.lse[token_idx * p.num_heads + head_idx] = normaliser.lse;
 }

@@ -1,4 +1,5 @@
-// From the operator's parameters to kernel launches. Each query dtype has a .cu file of its own that instantiates this.
+// From the operator's parameters to kernel launches. Each query dtype has a .cu file of its own that
+// instantiates this.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +10,8 @@
 
 namespace pagedkv::cuda {
 
-// Rows that a CTA takes: as few 8-row columns of an mma as hold the group, or 32 rows (16 at head_dim above 128, whose
-// accumulators would not fit the registers).
+// Rows that a CTA takes: as few 8-row columns of an mma as hold the group, or 32 rows (16 at head_dim above
+// 128, whose accumulators would not fit the registers).
 inline int64_t rows_per_tile(const PagedAttentionParams& p) {
   const int64_t rows = p.max_query_len * (p.num_heads / p.num_kv_heads);
   if (rows <= 8) return 8;
@@ -24,10 +25,11 @@ inline int64_t count_row_tiles(const PagedAttentionParams& p, int64_t tile_rows)
   return std::min(by_longest, p.num_tokens * group / tile_rows + p.num_seqs);
 }
 
-// How many CTAs share the keys of a row tile. From sizes that the host knows: the lengths themselves stay on the device.
+// How many CTAs share the keys of a row tile. From sizes that the host knows: the lengths themselves stay on
+// the device.
 //
-// Example, one sequence of up to 8192 keys, 8 KV heads, one row tile, 132 SMs: 8 pieces leave most of 4 * 132 CTAs' room
-// unused, so the keys are cut into 8192 / 256 = 32 chunks, 256 CTAs.
+// Example, one sequence of up to 8192 keys, 8 KV heads, one row tile, 132 SMs: 8 pieces leave most of 4 * 132
+// CTAs' room unused, so the keys are cut into 8192 / 256 = 32 chunks, 256 CTAs.
 inline int64_t choose_num_chunks(const PagedAttentionParams& p, int64_t num_pieces, int64_t num_sms) {
   constexpr int64_t CTAS_PER_SM = 4;
   constexpr int64_t MIN_CHUNK_TOKENS = 256;  // below it a chunk's state costs more traffic than its keys
@@ -37,7 +39,8 @@ inline int64_t choose_num_chunks(const PagedAttentionParams& p, int64_t num_piec
   const int64_t max_context = p.max_blocks_per_seq * p.block_size;
   const int64_t state_bytes = p.num_tokens * p.num_heads * (p.value_head_dim + 2) * 4;
   if (p.split_size > 0) {
-    // One CTA per split where their states fit; otherwise a CTA takes all of them, in the same order and with the same bits.
+    // One CTA per split where their states fit; otherwise a CTA takes all of them, in the same order and with
+    // the same bits.
     const int64_t splits = ceil_div(max_context, p.split_size);
     return splits * state_bytes <= MAX_SCRATCH_BYTES ? std::max<int64_t>(1, splits) : 1;
   }
@@ -51,10 +54,12 @@ inline int64_t choose_num_chunks(const PagedAttentionParams& p, int64_t num_piec
 inline bool cache_rows_are_aligned(const PagedAttentionParams& p) {
   const int64_t bytes = element_bytes(p.cache_dtype);
   const int64_t chunk = VECTOR_BYTES / bytes;
-  const RowAlignment key{p.key_cache, bytes,
-                         {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}};
-  const RowAlignment value{p.value_cache, bytes,
-                           {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}};
+  const RowAlignment key{
+      p.key_cache, bytes, {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}};
+  const RowAlignment value{
+      p.value_cache,
+      bytes,
+      {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}};
   return p.head_dim % chunk == 0 && p.value_head_dim % chunk == 0 && key.holds(chunk) && value.holds(chunk);
 }
 
@@ -85,7 +90,8 @@ cudaError_t launch_decode_dim(const AttentionLaunch& args, int64_t tile_rows, cu
 }
 
 template <class Query>
-cudaError_t launch_tensor_core_attention(const AttentionLaunch& args, int64_t tile_rows, cudaStream_t stream) {
+cudaError_t launch_tensor_core_attention(const AttentionLaunch& args, int64_t tile_rows,
+                                         cudaStream_t stream) {
   if (element_bytes(args.p.cache_dtype) == 1) return launch_decode_dim<Query, 1>(args, tile_rows, stream);
   return launch_decode_dim<Query, 2>(args, tile_rows, stream);
 }

@@ -1,8 +1,9 @@
-// out[t, h] = softmax(mask(softcap(query[t, h] . K * softmax_scale) + alibi), sink) V over the pages of t's sequence
-// (Kwon et al. 2023, "Efficient memory management for large language model serving with PagedAttention", section 4.1).
+// out[t, h] = softmax(mask(softcap(query[t, h] . K * softmax_scale) + alibi), sink) V over the pages of t's
+// sequence (Kwon et al. 2023, "Efficient memory management for large language model serving with
+// PagedAttention", section 4.1).
 //
-// decode.h has the kernel for 16-bit queries, float32.h the one for float32, combine.h what follows when several CTAs share
-// a row's keys, plan.h how the work is cut.
+// decode.h has the kernel for 16-bit queries, float32.h the one for float32, combine.h what follows when
+// several CTAs share a row's keys, plan.h how the work is cut.
 #include "cuda/paged_attention/launch.h"
 #include "ops.h"
 
@@ -35,7 +36,8 @@ cudaError_t paged_attention_scratch(const PagedAttentionParams& p, int64_t& num_
   Plan plan;
   const cudaError_t error = make_plan(p, plan);
   if (error != cudaSuccess) return error;
-  num_floats = plan.num_chunks == 1 ? 0 : p.num_tokens * p.num_heads * plan.num_chunks * (p.value_head_dim + 2);
+  num_floats =
+      plan.num_chunks == 1 ? 0 : p.num_tokens * p.num_heads * plan.num_chunks * (p.value_head_dim + 2);
   return cudaSuccess;
 }
 

@@ -1,6 +1,7 @@
-// The softmax state of a row over some keys, and how two are folded into one. Scores are in base 2: log2(e) is part of the
-// scale, so that a weight is one exp2. Chunks of keys are folded in order by the same arithmetic wherever it happens, in the
-// CTA that computed them or in combine_kernel, so that the bits do not depend on where.
+// The softmax state of a row over some keys, and how two are folded into one. Scores are in base 2: log2(e)
+// is part of the scale, so that a weight is one exp2. Chunks of keys are folded in order by the same
+// arithmetic wherever it happens, in the CTA that computed them or in combine_kernel, so that the bits do not
+// depend on where.
 #pragma once
 
 #include <cmath>
@@ -33,22 +34,26 @@ PAGEDKV_DEVICE float folded(const Fold& fold, float old_sum, float new_sum) {
   return fmaf(new_sum, fold.new_factor, old_sum * fold.old_factor);
 }
 
-// What a finished row's accumulated values are multiplied by, and its log-sum-exp.
+// How a finished row's accumulated values become its output, and its log-sum-exp.
 struct Normaliser {
-  float factor, lse;
+  float factor, sum, lse;
+
+  // A division, so that equal values give exactly that value. A row that saw no key gives 0.
+  PAGEDKV_DEVICE float operator()(float acc) const { return factor == 0.0f ? 0.0f : acc * factor / sum; }
 };
 
-PAGEDKV_DEVICE Normaliser normaliser_of(const PagedAttentionParams& p, int64_t head_idx, float max, float sum) {
+PAGEDKV_DEVICE Normaliser normaliser_of(const PagedAttentionParams& p, int64_t head_idx, float max,
+                                        float sum) {
   const float value_scale = scale_of(p.v_scale, p.v_scale_value, head_idx / (p.num_heads / p.num_kv_heads));
-  float factor = 1.0f;
+  float factor = value_scale;
   if (p.sinks != nullptr) {
     const Fold fold = fold_of(max, p.sinks[head_idx] * LOG2_E);
-    factor = fold.old_factor;
+    factor *= fold.old_factor;
     max = fold.max;
     sum = folded(fold, sum, fold.new_factor == 0.0f ? 0.0f : 1.0f);
   }
-  if (sum == 0.0f) return {0.0f, NEGATIVE_INFINITY};
-  return {factor * value_scale / sum, max * LN_2 + logf(sum)};
+  if (sum == 0.0f) return {0.0f, 1.0f, NEGATIVE_INFINITY};
+  return {factor, sum, max * LN_2 + logf(sum)};
 }
 
 template <class Query>
