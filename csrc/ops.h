@@ -22,8 +22,6 @@ void merge_attn_states(const MergeAttnStatesParams& params);
 namespace pagedkv::cuda {
 
 cudaError_t paged_attention(const PagedAttentionParams& params, cudaStream_t stream);
-cudaError_t paged_attention_scratch(const PagedAttentionParams& params,
-                                    int64_t& num_floats);  // size of params.scratch
 cudaError_t reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream);
 cudaError_t rope_and_cache(const RopeAndCacheParams& params, cudaStream_t stream);
 cudaError_t copy_blocks(const CopyBlocksParams& params, cudaStream_t stream);

@@ -29,7 +29,8 @@ struct PagedAttentionParams {
   const float* sinks;              // [num_heads] extra logits; null: none
   const float* k_scale;            // [num_kv_heads]; null: k_scale_value for every head
   const float* v_scale;            // [num_kv_heads]; null: v_scale_value for every head
-  float* scratch;                  // [cuda::paged_attention_scratch] on the device; null on the CPU
+  float* (*allocate_scratch)(void* context, int64_t num_floats);  // on the device, until the operator returns
+  void* scratch_context;
   float k_scale_value, v_scale_value;
   DType query_dtype, cache_dtype;
   int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, value_head_dim;

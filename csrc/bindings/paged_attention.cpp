@@ -44,21 +44,18 @@ void check_indices(const PagedAttentionParams& params, const Tensor& block_table
       });
 }
 
-// Room for the partial results of CTAs that share a row; none on the CPU.
-Tensor allocate_scratch([[maybe_unused]] PagedAttentionParams& params, [[maybe_unused]] const Tensor& query) {
-  params.scratch = nullptr;
-#if defined(PAGEDKV_EMULATED) || defined(PAGEDKV_WITH_CUDA)
-  if (!runs_on_device(query)) return Tensor();
-  int64_t num_floats = 0;
-  check_cuda("paged_attention", cuda::paged_attention_scratch(params, num_floats));
-  if (num_floats == 0) return Tensor();
-  Tensor scratch = at::empty({num_floats}, query.options().dtype(at::kFloat));
-  params.scratch = scratch.mutable_data_ptr<float>();
-  return scratch;
-#else
-  return Tensor();
-#endif
-}
+// Memory for the partial results of CTAs that share a row: a tensor, which outlives the call's launches
+// because the caching allocator hands memory out again in stream order.
+struct Scratch {
+  at::TensorOptions options;
+  Tensor tensor;
+
+  static float* allocate(void* context, int64_t num_floats) {
+    auto* scratch = static_cast<Scratch*>(context);
+    scratch->tensor = at::empty({num_floats}, scratch->options);
+    return scratch->tensor.mutable_data_ptr<float>();
+  }
+};
 
 }  // namespace
 
@@ -155,7 +152,7 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
   params.num_blocks = key_cache.size(0);
   params.block_size = key_cache.size(1);
   params.max_blocks_per_seq = block_tables.size(1);
-  params.max_query_len = query_start_loc.has_value() ? max_query_len : 1;
+  params.max_query_len = query_start_loc.has_value() ? std::min(max_query_len, num_tokens) : 1;
   params.max_tree = tree_mask.has_value() ? tree_mask->size(1) : 0;
   params.query_token_stride = query.stride(0);
   params.query_head_stride = query.stride(1);
@@ -183,13 +180,14 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
     check_indices(params, block_tables, context_lens, query_start_loc, kv_starts);
   }
   if (num_tokens == 0) return;
-  const Tensor scratch = allocate_scratch(params, query);
+  Scratch scratch{query.options().dtype(at::kFloat), {}};
+  params.allocate_scratch = &Scratch::allocate;
+  params.scratch_context = &scratch;
   PAGEDKV_RUN(paged_attention, query.device(), params);
 }
 
 }  // namespace pagedkv::bindings
 
-<<<<<<< HEAD
 PAGEDKV_OP(
     paged_attention,
     "(Tensor query, Tensor block_tables, Tensor key_cache, Tensor value_cache, Tensor context_lens, "
@@ -197,12 +195,3 @@ PAGEDKV_OP(
     "bool causal, SymInt? window, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
     "Tensor? v_scale, float? k_scale_value, float? v_scale_value, Tensor? kv_starts, Tensor? tree_mask, "
     "SymInt? split_size) -> ()")
-=======
-PAGEDKV_CPU_OP(
-    paged_attention,
-    "(Tensor query, Tensor block_tables, Tensor key_cache, Tensor value_cache, Tensor context_lens, "
-    "Tensor(a!) out, Tensor(b!)? lse, Tensor? query_start_loc, SymInt max_query_len, float softmax_scale, "
-    "bool causal, SymInt? window, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
-    "Tensor? v_scale, float? k_scale_value, float? v_scale_value, Tensor? kv_starts, Tensor? tree_mask, "
-    "SymInt? split_size) -> ()")
->>>>>>> main

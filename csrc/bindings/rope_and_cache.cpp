@@ -71,16 +71,8 @@ static void rope_and_cache(const Tensor& query, const Tensor& key, const Tensor&
 
 }  // namespace pagedkv::bindings
 
-<<<<<<< HEAD
 PAGEDKV_OP(
     rope_and_cache,
     "(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor positions, "
     "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, bool interleaved, Tensor? k_scale, "
     "Tensor? v_scale, float? k_scale_value, float? v_scale_value) -> ()")
-=======
-PAGEDKV_CPU_OP(
-    rope_and_cache,
-    "(Tensor(a!) query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor positions, "
-    "Tensor(b!) key_cache, Tensor(c!) value_cache, Tensor slot_mapping, bool interleaved, Tensor? k_scale, "
-    "Tensor? v_scale, float? k_scale_value, float? v_scale_value) -> ()")
->>>>>>> main

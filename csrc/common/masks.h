@@ -17,19 +17,11 @@ namespace pagedkv {
 //   query 1      . . x x x        position 4
 // Positions fit int32, as context lengths do.
 struct RowMask {
-<<<<<<< HEAD
   int32_t begin, end;    // keys outside [begin, end) are not visible
   int32_t causal_end;    // nor are keys in [causal_end, tree_begin)
   int32_t tree_begin;    // from this key on tree_row decides; NO_TREE without a tree
   int32_t position;      // of the query, for ALiBi
   const bool* tree_row;  // [max_tree] is key tree_begin + column visible?
-=======
-  int64_t begin, end;    // keys outside [begin, end) are not visible
-  int64_t causal_end;    // nor are keys in [causal_end, tree_begin)
-  int64_t tree_begin;    // from this key on tree_row decides; NO_TREE without a tree
-  const bool* tree_row;  // [max_tree] is key tree_begin + column visible?
-  int64_t position;      // of the query, for ALiBi
->>>>>>> main
 
   static constexpr int32_t NO_TREE = std::numeric_limits<int32_t>::max();
 

@@ -32,15 +32,6 @@ cudaError_t make_plan(const PagedAttentionParams& p, Plan& plan) {
 
 }  // namespace
 
-cudaError_t paged_attention_scratch(const PagedAttentionParams& p, int64_t& num_floats) {
-  Plan plan;
-  const cudaError_t error = make_plan(p, plan);
-  if (error != cudaSuccess) return error;
-  num_floats =
-      plan.num_chunks == 1 ? 0 : p.num_tokens * p.num_heads * plan.num_chunks * (p.value_head_dim + 2);
-  return cudaSuccess;
-}
-
 cudaError_t paged_attention(const PagedAttentionParams& p, cudaStream_t stream) {
   Plan plan;
   const cudaError_t error = make_plan(p, plan);
@@ -49,8 +40,12 @@ cudaError_t paged_attention(const PagedAttentionParams& p, cudaStream_t stream) 
   args.p = p;
   args.num_chunks = plan.num_chunks;
   args.num_row_tiles = plan.num_row_tiles;
-  args.partial_max_sum = reinterpret_cast<float2*>(p.scratch);
-  args.partial_acc = p.scratch + 2 * p.num_tokens * p.num_heads * plan.num_chunks;
+  if (plan.num_chunks > 1) {
+    const int64_t num_states = p.num_tokens * p.num_heads * plan.num_chunks;
+    float* scratch = p.allocate_scratch(p.scratch_context, num_states * (p.value_head_dim + 2));
+    args.partial_max_sum = reinterpret_cast<float2*>(scratch);
+    args.partial_acc = scratch + 2 * num_states;
+  }
   args.rows_are_aligned = cache_rows_are_aligned(p);
   if (p.query_dtype == DType::float16) return paged_attention_float16(args, plan.tile_rows, stream);
   if (p.query_dtype == DType::bfloat16) return paged_attention_bfloat16(args, plan.tile_rows, stream);
