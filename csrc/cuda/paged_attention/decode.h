@@ -40,8 +40,7 @@ struct DecodeTile {
 
   static constexpr int MASKS_AT = QUERY_BYTES;
   static constexpr int VALID_AT = MASKS_AT + MASKS_BYTES;
-  static constexpr int SCAN_AT = VALID_AT + CTA_WARPS * 4 * 4;
-  static constexpr int RING_AT = (SCAN_AT + (CTA_WARPS + 2) * 8 + 127) / 128 * 128;
+  static constexpr int RING_AT = (VALID_AT + CTA_WARPS * 4 * 4 + 127) / 128 * 128;
   // The merge uses the ring's memory. What is folded outlives it only where a CTA takes several splits;
   // otherwise it lies in the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
   static constexpr int FOLD_AT = RING_AT + MERGE_BYTES;
@@ -547,10 +546,7 @@ __global__ void __launch_bounds__(CTA_THREADS) decode_kernel(const AttentionLaun
   piece.chunk_idx = blockIdx.x % launch.num_chunks;
   const int64_t rest = blockIdx.x / launch.num_chunks;
   piece.kv_head_idx = rest % launch.p.num_kv_heads;
-  auto* scan = reinterpret_cast<int64_t*>(shared + Tile::SCAN_AT);
-  if (!find_row_tile<Tile::ROWS>(launch.p, rest / launch.p.num_kv_heads, scan, piece)) return;
-  piece.query_begin = query_begin_of(launch.p, piece.seq_idx);
-  piece.query_len = query_len_of(launch.p, piece.seq_idx);
+  if (!find_row_tile<Tile::ROWS>(launch.p, rest / launch.p.num_kv_heads, piece)) return;
   DecodeCta<Query, CACHE_BYTES, D, NT>(launch, shared, piece).run();
 }
 

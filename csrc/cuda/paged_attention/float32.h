@@ -1,9 +1,9 @@
 // Attention for float32 queries, by plain multiply-adds: tensor cores would round to tf32.
 //
-// Work: a CTA has one (query token, head) and all of its keys, TILE_TOKENS at a time: each warp scores 16
-// keys, its lanes over head_dim; then each thread sums its value dimensions over the tile's keys. Tiles lie
-// at absolute multiples of TILE_TOKENS and are folded in order, so every split_size gives the same bits.
-// Bytes: K and V once per query head.
+// Work: a CTA has one (query token, head) and all of its keys, TILE_TOKENS at a time: two threads score a key,
+// then each thread sums its value dimensions over the tile's keys. Tiles lie at absolute multiples of
+// TILE_TOKENS and are folded in order, so every split_size gives the same bits. Bytes: K and V once per query
+// head.
 #pragma once
 
 #include "cuda/paged_attention/plan.h"
@@ -15,45 +15,40 @@ inline constexpr int MAX_HEAD_DIM = 256;
 inline constexpr int DIMS_PER_THREAD = MAX_HEAD_DIM / CTA_THREADS;
 
 struct Float32Shared {
-  int64_t scan[CTA_WARPS + 2];
   int64_t block[TILE_TOKENS];
   float query[MAX_HEAD_DIM];
   float score[TILE_TOKENS];
 };
 
-template <class Cache>
-PAGEDKV_DEVICE float dot_key(const PagedAttentionParams& p, const float* query, int64_t kv_head_idx,
-                             int64_t block, int64_t token_in_block, int lane_idx) {
-  const auto* key = static_cast<const Cache*>(p.key_cache) +
-                    cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx);
-  float sum = 0.0f;
-  for (int64_t dim = lane_idx; dim < p.head_dim; dim += WARP_THREADS)
-    sum = fmaf(query[dim], to_float(key[dim]), sum);
-  for (int lanes = WARP_THREADS / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, lanes);
-  return sum;
-}
-
+// Two neighbouring threads score a key, half of head_dim each.
 template <class Cache>
 PAGEDKV_DEVICE void score_keys(const PagedAttentionParams& p, const RowMask& mask, const Piece& piece,
-                               int64_t head_idx, int64_t tile_begin, Float32Shared& shared) {
-  const int warp_idx = threadIdx.x / WARP_THREADS, lane_idx = threadIdx.x % WARP_THREADS;
-  const float scale = p.softmax_scale * scale_of(p.k_scale, p.k_scale_value, piece.kv_head_idx);
-  for (int i = warp_idx; i < TILE_TOKENS; i += CTA_WARPS) {
-    const int64_t token = tile_begin + i;
-    const int64_t block = mask.visible(token) ? block_of_token(p, piece.seq_idx, token) : -1;
-    float score = NEGATIVE_INFINITY;
-    if (block >= 0) {
-      score =
-          scale * dot_key<Cache>(p, shared.query, piece.kv_head_idx, block, token % p.block_size, lane_idx);
-      if (p.softcap > 0.0f) score = p.softcap * tanhf(score / p.softcap);
-      if (p.alibi_slopes != nullptr)
-        score += p.alibi_slopes[head_idx] * static_cast<float>(token - mask.position);
-    }
-    if (lane_idx == 0) {
-      shared.block[i] = block;
-      shared.score[i] = score * LOG2_E;
+                               int64_t head_idx, int32_t tile_begin, Float32Shared& shared) {
+  static_assert(CTA_THREADS == 2 * TILE_TOKENS);
+  const int i = threadIdx.x / 2, half = threadIdx.x % 2;
+  const int32_t token = tile_begin + i;
+  const int64_t block = mask.visible(token) ? block_of_token(p, piece.seq_idx, token) : -1;
+  float sum = 0.0f;
+  if (block >= 0) {
+    const auto* key = static_cast<const Cache*>(p.key_cache) +
+                      cache_offset(key_cache_strides(p), block, token % p.block_size, piece.kv_head_idx);
+    const int64_t dims = p.head_dim / 2;
+    for (int64_t dim = half * dims; dim < (half + 1) * dims; ++dim) {
+      sum = fmaf(shared.query[dim], to_float(key[dim]), sum);
     }
   }
+  sum += __shfl_xor_sync(FULL_WARP, sum, 1);
+  if (half != 0) return;
+  float score = NEGATIVE_INFINITY;
+  if (block >= 0) {
+    score = sum * p.softmax_scale * scale_of(p.k_scale, p.k_scale_value, piece.kv_head_idx);
+    if (p.softcap > 0.0f) score = p.softcap * tanhf(score / p.softcap);
+    if (p.alibi_slopes != nullptr) {
+      score += p.alibi_slopes[head_idx] * static_cast<float>(token - mask.position);
+    }
+  }
+  shared.block[i] = block;
+  shared.score[i] = score * LOG2_E;
 }
 
 template <class Cache>
@@ -65,9 +60,7 @@ __global__ void __launch_bounds__(CTA_THREADS) float32_kernel(const AttentionLau
   const int64_t group = p.num_heads / p.num_kv_heads;
   Piece piece;
   piece.kv_head_idx = blockIdx.x % p.num_kv_heads;
-  if (!find_row_tile<1>(p, blockIdx.x / p.num_kv_heads, shared.scan, piece)) return;
-  piece.query_begin = query_begin_of(p, piece.seq_idx);
-  piece.query_len = query_len_of(p, piece.seq_idx);
+  if (!find_row_tile<1>(p, blockIdx.x / p.num_kv_heads, piece)) return;
   const int64_t query_idx = piece.row_tile / group, token_idx = piece.query_begin + query_idx;
   const int64_t head_idx = piece.kv_head_idx * group + piece.row_tile % group;
   const auto* query =
@@ -78,7 +71,7 @@ __global__ void __launch_bounds__(CTA_THREADS) float32_kernel(const AttentionLau
   const RowMask mask = row_mask(p, piece.seq_idx, piece.query_len, query_idx, token_idx);
   const auto* value_cache = static_cast<const Cache*>(p.value_cache);
   float max = NEGATIVE_INFINITY, sum = 0.0f, acc[DIMS_PER_THREAD] = {};
-  for (int64_t tile_begin = mask.begin / TILE_TOKENS * TILE_TOKENS; tile_begin < mask.end;
+  for (int32_t tile_begin = mask.begin / TILE_TOKENS * TILE_TOKENS; tile_begin < mask.end;
        tile_begin += TILE_TOKENS) {
     score_keys<Cache>(p, mask, piece, head_idx, tile_begin, shared);
     __syncthreads();

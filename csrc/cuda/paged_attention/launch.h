@@ -18,11 +18,11 @@ inline int64_t rows_per_tile(const PagedAttentionParams& p) {
   return std::max(p.head_dim, p.value_head_dim) > 128 ? 16 : 32;
 }
 
+// As many as first_row_tile numbers; at least one, whose CTAs fill the padding.
 inline int64_t count_row_tiles(const PagedAttentionParams& p, int64_t tile_rows) {
   const int64_t group = p.num_heads / p.num_kv_heads;
-  const int64_t by_longest = p.num_seqs * ceil_div(p.max_query_len * group, tile_rows);
-  // Ragged queries: every sequence may end in a partial tile.
-  return std::min(by_longest, p.num_tokens * group / tile_rows + p.num_seqs);
+  if (p.query_start_loc == nullptr) return p.num_seqs * ceil_div(group, tile_rows);
+  return std::max<int64_t>(1, p.num_tokens * group / tile_rows + p.num_seqs);
 }
 
 // How many CTAs share the keys of a row tile. From sizes that the host knows: the lengths themselves stay on

@@ -36,58 +36,29 @@ struct Piece {
   int64_t query_begin, query_len;
 };
 
-PAGEDKV_DEVICE int64_t query_begin_of(const PagedAttentionParams& p, int64_t seq_idx) {
-  return p.query_start_loc != nullptr ? p.query_start_loc[seq_idx] : seq_idx;
-}
-
-PAGEDKV_DEVICE int64_t query_len_of(const PagedAttentionParams& p, int64_t seq_idx) {
-  return p.query_start_loc != nullptr ? p.query_start_loc[seq_idx + 1] - p.query_start_loc[seq_idx] : 1;
-}
-
-// Finds the sequence and the tile in it of global row tile `target`: the CTA's threads count the tiles of
-// CTA_THREADS sequences at a time. False where there are fewer tiles. `shared` has room for CTA_WARPS + 2
-// values.
+// Row tiles are numbered without counting them: sequence s begins at query_start_loc[s] * group / TILE_ROWS +
+// s, which leaves it room for a partial tile at its end, so that a CTA finds its sequence by bisection.
 template <int TILE_ROWS>
-PAGEDKV_DEVICE bool find_row_tile(const PagedAttentionParams& p, int64_t target, int64_t* shared,
-                                  Piece& piece) {
+PAGEDKV_DEVICE int64_t first_row_tile(const PagedAttentionParams& p, int64_t seq_idx) {
   const int64_t group = p.num_heads / p.num_kv_heads;
-  if (p.query_start_loc == nullptr) {
-    const int64_t tiles = ceil_div(group, TILE_ROWS);
-    piece.seq_idx = target / tiles;
-    piece.row_tile = target % tiles;
-    return piece.seq_idx < p.num_seqs;
+  if (p.query_start_loc == nullptr) return seq_idx * ceil_div(group, TILE_ROWS);
+  return p.query_start_loc[seq_idx] * group / TILE_ROWS + seq_idx;
+}
+
+// Finds the sequence of row tile `target` and the tile's number in it. False where it has no row.
+template <int TILE_ROWS>
+PAGEDKV_DEVICE bool find_row_tile(const PagedAttentionParams& p, int64_t target, Piece& piece) {
+  if (p.num_seqs == 0) return false;
+  int64_t low = 0, high = p.num_seqs;  // first_row_tile(low) <= target < first_row_tile(high)
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (first_row_tile<TILE_ROWS>(p, middle) <= target ? low : high) = middle;
   }
-  const int warp_idx = threadIdx.x / WARP_THREADS, lane_idx = threadIdx.x % WARP_THREADS;
-  int64_t* warp_total = shared;         // [CTA_WARPS]
-  int64_t* found = shared + CTA_WARPS;  // [2] sequence, tile
-  if (threadIdx.x == 0) found[0] = -1;
-  int64_t before = 0;
-  for (int64_t base = 0; base < p.num_seqs; base += CTA_THREADS) {
-    const int64_t seq_idx = base + threadIdx.x;
-    const int64_t tiles = seq_idx < p.num_seqs ? ceil_div(query_len_of(p, seq_idx) * group, TILE_ROWS) : 0;
-    int64_t inclusive = tiles;
-    for (int stride = 1; stride < WARP_THREADS; stride *= 2) {
-      const int64_t lower = __shfl_up_sync(0xffffffffu, inclusive, stride);
-      if (lane_idx >= stride) inclusive += lower;
-    }
-    if (lane_idx == WARP_THREADS - 1) warp_total[warp_idx] = inclusive;
-    __syncthreads();
-    int64_t total = 0;
-    for (int warp = 0; warp < CTA_WARPS; ++warp) {
-      if (warp == warp_idx) inclusive += before + total;
-      total += warp_total[warp];
-    }
-    if (target < inclusive && target >= inclusive - tiles) {
-      found[0] = seq_idx;
-      found[1] = target - (inclusive - tiles);
-    }
-    before += total;
-    __syncthreads();
-    if (target < before) break;
-  }
-  piece.seq_idx = found[0];
-  piece.row_tile = found[1];
-  return target < before;
+  piece.seq_idx = low;
+  piece.row_tile = target - first_row_tile<TILE_ROWS>(p, low);
+  piece.query_begin = p.query_start_loc != nullptr ? p.query_start_loc[low] : low;
+  piece.query_len = p.query_start_loc != nullptr ? p.query_start_loc[low + 1] - piece.query_begin : 1;
+  return piece.row_tile * TILE_ROWS < piece.query_len * (p.num_heads / p.num_kv_heads);
 }
 
 // Rows past the last sequence's are padding: out 0, lse -inf. The CTAs share them out.
