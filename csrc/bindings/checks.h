@@ -133,24 +133,20 @@ void run(const char* op, at::Device device, void (*cpu)(const Params&),
 
 #endif
 
+#if defined(PAGEDKV_WITH_CUDA)
+#define PAGEDKV_CUDA_KEY(name) \
+  TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, CUDA, m) { m.impl(#name, &::pagedkv::bindings::name); }
+#else
+#define PAGEDKV_CUDA_KEY(name)
+#endif
+
 // The last block of a binding file: its schema, and the function for every back-end that this library has.
-// PAGEDKV_CPU_OP is for an operator that has no CUDA kernel.
-#define PAGEDKV_SCHEMA(name, schema)                                                                  \
+#define PAGEDKV_OP(name, schema)                                                                      \
   TORCH_LIBRARY_FRAGMENT(PAGEDKV_NAMESPACE, m) { m.def(#name schema, {at::Tag::pt2_compliant_tag}); } \
   TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, Autograd, m) {                                                \
     m.impl(#name, torch::CppFunction::makeFromBoxedFunction<&::pagedkv::bindings::inference_only>()); \
-  }
-
-#define PAGEDKV_CPU_OP(name, schema) \
-  PAGEDKV_SCHEMA(name, schema)       \
-  TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, CPU, m) { m.impl(#name, &::pagedkv::bindings::name); }
-
-#if defined(PAGEDKV_WITH_CUDA)
-#define PAGEDKV_OP(name, schema) \
-  PAGEDKV_CPU_OP(name, schema)   \
-  TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, CUDA, m) { m.impl(#name, &::pagedkv::bindings::name); }
-#else
-#define PAGEDKV_OP(name, schema) PAGEDKV_CPU_OP(name, schema)
-#endif
+  }                                                                                                   \
+  TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, CPU, m) { m.impl(#name, &::pagedkv::bindings::name); }        \
+  PAGEDKV_CUDA_KEY(name)
 
 }  // namespace pagedkv::bindings

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(CTA_THREADS) combine_kernel(const AttentionLau
       sum = folded(fold, sum, state.y);
       max = fold.max;
     }
-    const Normaliser normaliser = normaliser_of(p, head_idx, max, sum);
+    const Normaliser normaliser = normaliser_of(p, head_idx, max * LN_2, sum);
     const float result = normaliser(acc);
     out_row<Query>(p, token_idx, head_idx)[dim] = from_float<Query>(result);
     if (dim == 0 && p.lse != nullptr) p.lse[row] = normaliser.lse;

@@ -516,7 +516,7 @@ class DecodeCta {
         if (dim == 0) launch_.partial_max_sum[state_idx] = {fold_max()[row], fold_sum()[row]};
         continue;
       }
-      const Normaliser normaliser = normaliser_of(p_, head_idx, fold_max()[row], fold_sum()[row]);
+      const Normaliser normaliser = normaliser_of(p_, head_idx, fold_max()[row] * LN_2, fold_sum()[row]);
       const float result = normaliser(acc);
       out_row<Query>(p_, token_idx, head_idx)[dim] = from_float<Query>(result);
       if (dim == 0 && p_.lse != nullptr) p_.lse[token_idx * p_.num_heads + head_idx] = normaliser.lse;

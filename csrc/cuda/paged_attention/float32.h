@@ -1,7 +1,7 @@
 // Attention for float32 queries, by plain multiply-adds: tensor cores would round to tf32.
 //
-// Work: a CTA has one (query token, head) and all of its keys, TILE_TOKENS at a time: two threads score a key,
-// then each thread sums its value dimensions over the tile's keys. Tiles lie at absolute multiples of
+// Work: a CTA has one (query token, head) and all of its keys, TILE_TOKENS at a time: two threads score a
+// key, then each thread sums its value dimensions over the tile's keys. Tiles lie at absolute multiples of
 // TILE_TOKENS and are folded in order, so every split_size gives the same bits. Bytes: K and V once per query
 // head.
 #pragma once
@@ -48,7 +48,7 @@ PAGEDKV_DEVICE void score_keys(const PagedAttentionParams& p, const RowMask& mas
     }
   }
   shared.block[i] = block;
-  shared.score[i] = score * LOG2_E;
+  shared.score[i] = score;
 }
 
 template <class Cache>
@@ -77,13 +77,15 @@ __global__ void __launch_bounds__(CTA_THREADS) float32_kernel(const AttentionLau
     __syncthreads();
     float tile_max = NEGATIVE_INFINITY;
     for (int i = 0; i < TILE_TOKENS; ++i) tile_max = fmaxf(tile_max, shared.score[i]);
-    const Fold fold = fold_of(max, tile_max);
-    max = fold.max;
-    sum *= fold.old_factor;
-    for (float& element : acc) element *= fold.old_factor;
+    // In natural units: a product with log2(e) would cost large scores a digit.
+    const float new_max = fmaxf(max, tile_max);
+    const float factor = max == NEGATIVE_INFINITY ? 0.0f : expf(max - new_max);
+    max = new_max;
+    sum *= factor;
+    for (float& element : acc) element *= factor;
     for (int i = 0; i < TILE_TOKENS; ++i) {
       if (shared.block[i] < 0) continue;  // its slot is not read: it may hold NaN, and 0 * NaN is NaN
-      const float weight = exp2_approx(shared.score[i] - (max == NEGATIVE_INFINITY ? 0.0f : max));
+      const float weight = expf(shared.score[i] - (max == NEGATIVE_INFINITY ? 0.0f : max));
       sum += weight;
       const Cache* value = value_cache + cache_offset(value_cache_strides(p), shared.block[i],
                                                       (tile_begin + i) % p.block_size, piece.kv_head_idx);

@@ -42,18 +42,19 @@ struct Normaliser {
   PAGEDKV_DEVICE float operator()(float acc) const { return factor == 0.0f ? 0.0f : acc * factor / sum; }
 };
 
+// `max` in natural units.
 PAGEDKV_DEVICE Normaliser normaliser_of(const PagedAttentionParams& p, int64_t head_idx, float max,
                                         float sum) {
-  const float value_scale = scale_of(p.v_scale, p.v_scale_value, head_idx / (p.num_heads / p.num_kv_heads));
-  float factor = value_scale;
+  float factor = scale_of(p.v_scale, p.v_scale_value, head_idx / (p.num_heads / p.num_kv_heads));
   if (p.sinks != nullptr) {
-    const Fold fold = fold_of(max, p.sinks[head_idx] * LOG2_E);
-    factor *= fold.old_factor;
-    max = fold.max;
-    sum = folded(fold, sum, fold.new_factor == 0.0f ? 0.0f : 1.0f);
+    const float sink = p.sinks[head_idx], both_max = fmaxf(max, sink);
+    const float old_factor = max == NEGATIVE_INFINITY ? 0.0f : expf(max - both_max);
+    factor *= old_factor;
+    sum = sum * old_factor + (sink == NEGATIVE_INFINITY ? 0.0f : expf(sink - both_max));
+    max = both_max;
   }
   if (sum == 0.0f) return {0.0f, 1.0f, NEGATIVE_INFINITY};
-  return {factor, sum, max * LN_2 + logf(sum)};
+  return {factor, sum, max + logf(sum)};
 }
 
 template <class Query>
