@@ -86,7 +86,7 @@ class Batch:
     def max_query_len(self) -> int: ...
     @property
     def block_tables(self) -> npt.NDArray[np.int32]:
-        """[num_seqs, max_blocks], rows padded with -1."""
+        """[num_groups, num_seqs, max_blocks], rows padded with -1."""
     @property
     def context_lens(self) -> npt.NDArray[np.int32]:
         """[num_seqs]."""
@@ -95,7 +95,7 @@ class Batch:
         """[num_seqs + 1]."""
     @property
     def slot_mapping(self) -> npt.NDArray[np.int64]:
-        """[num_tokens]."""
+        """[num_groups, num_tokens]."""
     @property
     def copies(self) -> npt.NDArray[np.int64]:
         """[num_pairs, 2], to be run before the batch is written."""
@@ -103,21 +103,34 @@ class Batch:
 class Sequences:
     """The sequences of one cache and the allocator they share, in terms of ids."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None: ...
+    def __init__(self, num_blocks: int, block_size: int, windows: Iterable[int] = (0,)) -> None: ...
     @property
     def num_free_blocks(self) -> int: ...
     @property
     def peak_used_blocks(self) -> int: ...
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that only the prefix cache keeps; they count as free too."""
+    @property
+    def num_evictions(self) -> int: ...
+    @property
+    def prefix_counts(self) -> tuple[int, int]:
+        """(tokens looked up, tokens found), over all sequences added with a root."""
     def add(
-        self, token_ids: Iterable[int] | npt.NDArray[np.integer] | None = None, num_tokens: int = 0
+        self,
+        token_ids: Iterable[int] | npt.NDArray[np.integer] | None = None,
+        num_tokens: int = 0,
+        root: bytes | None = None,
     ) -> int:
-        """A new sequence of these tokens, or of num_tokens unnamed ones; its id."""
+        """A new sequence of these tokens, or of num_tokens unnamed ones; a root has it reuse a prefix."""
     def append_ids(self, id: int, token_ids: Iterable[int] | npt.NDArray[np.integer]) -> None:
         """More known tokens."""
     def append_count(self, id: int, num_tokens: int) -> None:
         """More known tokens, unnamed."""
     def fork(self, id: int) -> int:
         """A sequence with the same tokens that shares every block."""
+    def reorder(self, ids: Iterable[int], parents: Iterable[int] | npt.NDArray[np.integer]) -> None:
+        """ids[i] becomes what ids[parents[i]] was."""
     def truncate(self, id: int, num_tokens: int) -> None:
         """Forget the tokens behind."""
     def free(self, id: int) -> int:
@@ -125,9 +138,11 @@ class Sequences:
     def is_live(self, id: int) -> bool: ...
     def num_tokens(self, id: int) -> int: ...
     def num_computed_tokens(self, id: int) -> int: ...
+    def num_cached_tokens(self, id: int) -> int:
+        """Tokens that were found computed when the sequence was added."""
     def token_ids(self, id: int) -> list[int]:
         """Ids of the leading tokens, as far as they were given."""
-    def blocks(self, id: int) -> list[int]:
+    def blocks(self, id: int, group: int = 0) -> list[int]:
         """Physical ids in logical order."""
     def open_batch(
         self, ids: Iterable[int], query_lens: Iterable[int] | npt.NDArray[np.integer] | None = None
@@ -139,7 +154,30 @@ class Sequences:
         """Give back the blocks that the batch took."""
     def can_append(self, ids: Iterable[int], counts: Iterable[int] | npt.NDArray[np.integer]) -> bool:
         """Whether a batch of all uncomputed tokens and counts[i] more would find its blocks."""
-    def usage(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """Per block: owners, filled slots, a label of the first sequence that maps it (-1: free)."""
+    def can_allocate(self, num_tokens: int, num_spare: int = 0) -> bool:
+        """Whether a batch of a new sequence would find its blocks, num_spare left over."""
+    def can_allocate_ids(
+        self, token_ids: Iterable[int] | npt.NDArray[np.integer], root: bytes, num_spare: int = 0
+    ) -> bool:
+        """The same, with the blocks that it would find in the prefix cache."""
+    def probe(self, token_ids: Iterable[int] | npt.NDArray[np.integer], root: bytes) -> int:
+        """The tokens that a sequence of these ids would find computed."""
+    def evict(self, count: int) -> int:
+        """Free the least recently used blocks that only the prefix cache keeps; how many."""
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes; ValueError while a sequence has blocks."""
+    def usage(
+        self,
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+        """Per block: owners, filled slots, a label of the first sequence that maps it (-1: none), cached."""
     def check_integrity(self) -> None:
         """Recount everything; RuntimeError names what is broken."""
+
+def sha256_is_native() -> bool:
+    """Whether the CPU has instructions for SHA-256."""
+
+def sha256_compress(state: bytes, chunks: bytes, native: bool) -> bytes:
+    """The SHA-256 compression function: the 32-byte state after some chunks of 64 bytes."""
+
+def extend_key(parent: bytes, token_ids: Iterable[int] | npt.NDArray[np.integer]) -> bytes:
+    """The key of a block of these tokens, behind the blocks (or the root) whose key is `parent`."""

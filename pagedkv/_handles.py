@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,11 @@ class Sequence:
         return self._sequences.num_computed_tokens(self._id)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were found in the prefix cache when the sequence, or its oldest ancestor, was added."""
+        return self._sequences.num_cached_tokens(self._id)
+
+    @property
     def token_ids(self) -> list[int]:
         """Ids of the leading tokens, as far as they were given: those behind a counted token are not kept."""
         return self._sequences.token_ids(self._id)
@@ -83,23 +88,34 @@ class Sequence:
         else:
             self._sequences.append_ids(self._id, host_ints(tokens))
 
-    def fork(self) -> Sequence:
-        """A new sequence with the same tokens that shares every block.
+    @overload
+    def fork(self) -> Sequence: ...
+    @overload
+    def fork(self, n: int) -> list[Sequence]: ...
+    def fork(self, n: int | None = None) -> Sequence | list[Sequence]:
+        """A new sequence with the same tokens that shares every block, or a list of n.
 
         The first to write into a shared block gets a copy of it.
 
         Raises:
-            ValueError: the sequence was freed, or is in an open batch.
+            ValueError: the sequence was freed, or is in an open batch; n is negative.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
         >>> seq = cache.add_sequence(num_tokens=20); cache.commit(cache.batch([seq]))
-        >>> seq.fork().block_table == seq.block_table
-        True
+        >>> seq.fork().block_table == seq.block_table, len(seq.fork(3))
+        (True, 3)
         """
-        return Sequence(self._cache, self._sequences.fork(self._id))
+        if n is None:
+            return Sequence(self._cache, self._sequences.fork(self._id))
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        return [self.fork() for _ in range(n)]
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the tokens from num_tokens on and give back the blocks that only they used.
+
+        Where a sliding window has passed tokens that the rest sees, the whole rest becomes uncomputed; that
+        never happens for tokens of the last batch.
 
         Raises:
             ValueError: num_tokens is negative or above `self.num_tokens`; the sequence was freed, or is in an
@@ -114,9 +130,8 @@ class Sequence:
     def free(self) -> None:
         """Give back the blocks. A second call does nothing.
 
-        An open batch of this sequence can only be abandoned then.         The blocks may be handed out at
-        once. On CUDA that is safe for work queued on the same stream; wait for work that reads or writes them
-        on another one before.
+        An open batch of this sequence can only be abandoned then. The blocks may be handed out at once: on
+        CUDA that is safe for work queued on the same stream; wait for work on another one before.
 
         >>> seq = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4).add_sequence([5, 6, 7])
         >>> seq.free(); seq.free(); seq.freed
@@ -159,11 +174,11 @@ class Batch:
     def __init__(self, cache: PagedKVCache, sequences: tuple[Sequence, ...], arrays: _core.Batch) -> None:
         """Move the arrays of an open batch to the cache's device."""
         self.sequences = sequences
-        self.block_tables = cache._to_device(arrays.block_tables)
+        self.block_tables = cache._to_device(arrays.block_tables[0])
         self.context_lens = cache._to_device(arrays.context_lens)
         self.query_start_loc = cache._to_device(arrays.query_start_loc)
-        self.slot_mapping = cache._to_device(arrays.slot_mapping)
-        self.num_tokens: int = len(arrays.slot_mapping)
+        self.slot_mapping = cache._to_device(arrays.slot_mapping[0])
+        self.num_tokens: int = arrays.slot_mapping.shape[1]
         self.max_query_len = arrays.max_query_len
         self._cache = cache
         self._batch_id = arrays.batch_id

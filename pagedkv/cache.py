@@ -7,7 +7,6 @@ may share a cache as long as no two of them work on one batch at the same time.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,28 +15,10 @@ import torch
 
 from pagedkv import _core, _picture, _pool, ops
 from pagedkv._handles import Batch, Ints, Sequence, host_ints
+from pagedkv._prefix import Extra, prefix_root
+from pagedkv._stats import CacheStats
 
 __all__ = ["Batch", "CacheStats", "PagedKVCache", "Sequence"]
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """How full a cache is, at one moment: `num_blocks == num_used + num_free`."""
-
-    num_blocks: int
-    """Blocks in the pool."""
-    num_used: int
-    """Blocks that some sequence maps; a shared block counts once."""
-    num_free: int
-    """Blocks that no sequence maps."""
-    utilization: float
-    """Filled slots of distinct used blocks / (num_used * block_size); 1.0 where no block is used."""
-    internal_fragmentation: float
-    """1 - utilization."""
-    peak_used: int
-    """The largest num_used so far."""
-    bytes: int
-    """Bytes of the pool's tensors, scales included."""
 
 
 class PagedKVCache:
@@ -62,6 +43,9 @@ class PagedKVCache:
         k_scales: value = stored * scale, `[num_layers, num_kv_heads]` float32 or one float for all; int8
             needs them, for float8 they default to 1, other caches take none.
         v_scales: the same for values.
+        prefix_caching: keep the full blocks of computed prompts, and reuse them for sequences that start with
+            the same tokens. Blocks are found by a SHA-256 of all tokens up to their end, which is taken to
+            differ where tokens do.
 
     Raises:
         ValueError: sizes below 1, both or neither of num_blocks and memory, memory for less than one block,
@@ -89,6 +73,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         k_scales: torch.Tensor | float | None = None,
         v_scales: torch.Tensor | float | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         """Allocate the pool; see the class."""
         sizes = {
@@ -125,6 +110,8 @@ class PagedKVCache:
         self.value_caches = self._make_caches(self.value_head_dim)
         self.device = self.key_caches[0].device  # "cuda" has become "cuda:0"
         self._open_batches: dict[int, Batch] = {}
+        self.prefix_caching = prefix_caching
+        self._plain_root = prefix_root(None, None, block_size)
 
     @property
     def bytes_per_block(self) -> int:
@@ -132,25 +119,97 @@ class PagedKVCache:
         elements_per_token = self.num_layers * self.num_kv_heads * (self.head_dim + self.value_head_dim)
         return self.block_size * elements_per_token * self.kv_dtype.itemsize
 
-    def add_sequence(self, token_ids: Ints | None = None, *, num_tokens: int = 0) -> Sequence:
+    def add_sequence(
+        self,
+        token_ids: Ints | None = None,
+        *,
+        num_tokens: int = 0,
+        salt: Extra = None,
+        extra_key: Extra = None,
+    ) -> Sequence:
         """Make a sequence of these tokens; blocks are taken by the batches that compute them.
+
+        With prefix_caching the blocks that hold the longest known prefix are reused, and kept from eviction,
+        at once: `num_cached_tokens` of the tokens are computed already, at most all but the last.
 
         Args:
             token_ids: `[n]` ids, any sequence, array or tensor of integers.
-            num_tokens: how many tokens, where their ids do not matter.
+            num_tokens: how many tokens, where their ids do not matter; nothing of them is reused.
+            salt: a secret that keeps prefixes apart from others': str, bytes, int, or a tuple of such.
+            extra_key: what else keys and values depend on, such as the id of an adapter; of the same types.
 
         Raises:
-            ValueError: both are given; num_tokens is negative.
+            ValueError: token_ids and num_tokens are given; num_tokens is negative.
 
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
-        >>> cache.add_sequence(range(3)), cache.add_sequence(num_tokens=2).num_tokens
-        (Sequence(num_tokens=3, num_computed_tokens=0, block_table=[]), 2)
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2, prefix_caching=True)
+        >>> seq = cache.add_sequence(range(5)); cache.commit(cache.batch([seq]))
+        >>> cache.add_sequence(range(4)).num_cached_tokens, cache.add_sequence(num_tokens=2).num_tokens
+        (3, 2)
         """
         if token_ids is None:
             return Sequence(self, self._settled_core().add(None, num_tokens))
         if num_tokens != 0:
             raise ValueError("add_sequence takes token_ids or num_tokens, not both")
-        return Sequence(self, self._settled_core().add(host_ints(token_ids)))
+        root = self._root(salt, extra_key) if self.prefix_caching else None
+        return Sequence(self, self._settled_core().add(host_ints(token_ids), 0, root))
+
+    def probe(self, token_ids: Ints, *, salt: Extra = None, extra_key: Extra = None) -> int:
+        """How many of these tokens a sequence would find computed now. Pins nothing and counts nowhere.
+
+        Args:
+            token_ids: `[n]` ids.
+            salt: as for `add_sequence`.
+            extra_key: as for `add_sequence`.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2, prefix_caching=True)
+        >>> seq = cache.add_sequence(range(5)); cache.commit(cache.batch([seq]))
+        >>> cache.probe([0, 1, 2, 7]), cache.probe([0, 1, 2, 7], salt="mine")
+        (2, 0)
+        """
+        return self._settled_core().probe(host_ints(token_ids), self._root(salt, extra_key))
+
+    def evict(self, num_blocks: int) -> int:
+        """Give up the least recently used of the blocks that only the prefix cache keeps; how many it were.
+
+        A prefix goes from its end. Blocks of sequences are not touched.
+
+        Raises:
+            ValueError: num_blocks is negative.
+
+        >>> pagedkv.PagedKVCache(1, 1, 8, num_blocks=4).evict(3)
+        0
+        """
+        return self._settled_core().evict(num_blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every prefix: after the model's weights have changed, say.
+
+        Raises:
+            ValueError: a sequence has blocks, which would be of the old state.
+
+        >>> pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, prefix_caching=True).reset_prefix_cache()
+        """
+        self._settled_core().reset_prefix_cache()
+
+    def reorder(self, sequences: Iterable[Sequence], parents: Ints) -> None:
+        """Make sequences[i] what sequences[parents[i]] was: the step of a beam search.
+
+        Only tables move. Blocks that several sequences have then are copied when one of them writes there.
+
+        Args:
+            sequences: distinct sequences of this cache, none in an open batch.
+            parents: `[num_seqs]`, each an index of sequences.
+
+        Raises:
+            ValueError: a sequence was freed, is listed twice, in an open batch or of another cache; an index
+                that is none. Nothing was changed.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
+        >>> a, b = cache.add_sequence([1, 2]), cache.add_sequence([3])
+        >>> cache.reorder([a, b], [1, 0]); a.token_ids, b.token_ids
+        ([3], [1, 2])
+        """
+        self._settled_core().reorder(self._ids(tuple(sequences)), host_ints(parents))
 
     def batch(self, sequences: Iterable[Sequence], query_lens: Ints | None = None) -> Batch:
         """Open a batch over the next uncomputed tokens of each sequence: take their blocks, all or nothing.
@@ -261,19 +320,40 @@ class PagedKVCache:
         if batch._state != "abandoned":
             self._close(batch, "abandoned")
 
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether a new sequence of num_tokens tokens would find its blocks now.
+    def can_allocate(
+        self,
+        tokens: int | Ints,
+        *,
+        salt: Extra = None,
+        extra_key: Extra = None,
+        num_spare_blocks: int = 0,
+    ) -> bool:
+        """Whether a new sequence would find the blocks for all its tokens now.
+
+        It says what `add_sequence` and a batch of that sequence would do, exactly: blocks that would be found
+        in the prefix cache are not counted twice.
+
+        Args:
+            tokens: how many, or their ids, for which the prefix cache is looked at.
+            salt: as for `add_sequence`.
+            extra_key: as for `add_sequence`.
+            num_spare_blocks: blocks that must be left over, for sequences that grow.
 
         Raises:
-            ValueError: num_tokens is negative.
+            ValueError: a negative number.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=2, block_size=16)
-        >>> cache.can_allocate(32), cache.can_allocate(33)
-        (True, False)
+        >>> cache.can_allocate(32), cache.can_allocate(range(33)), cache.can_allocate(9, num_spare_blocks=2)
+        (True, False, False)
         """
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-        return -(-num_tokens // self.block_size) <= self._settled_core().num_free_blocks
+        if num_spare_blocks < 0:
+            raise ValueError(f"num_spare_blocks must not be negative, got {num_spare_blocks}")
+        if isinstance(tokens, int | np.integer):
+            if tokens < 0:
+                raise ValueError(f"num_tokens must not be negative, got {tokens}")
+            return self._settled_core().can_allocate(int(tokens), num_spare_blocks)
+        root = self._root(salt, extra_key)
+        return self._settled_core().can_allocate_ids(host_ints(tokens), root, num_spare_blocks)
 
     def can_append(self, sequences: Iterable[Sequence], counts: Ints) -> bool:
         """Whether counts[i] more tokens of sequences[i] would find their blocks now.
@@ -304,26 +384,30 @@ class PagedKVCache:
         0.75
         """
         core = self._settled_core()
-        _, filled, _ = core.usage()
+        _, filled, _, _ = core.usage()
         num_used = self.num_blocks - core.num_free_blocks
         utilization = int(filled.sum()) / (num_used * self.block_size) if num_used > 0 else 1.0
+        num_queried, num_hit = core.prefix_counts
         scales = [scale for scale in (self.k_scales, self.v_scales) if scale is not None]
         return CacheStats(
             num_blocks=self.num_blocks,
             num_used=num_used,
-            num_free=core.num_free_blocks,
+            num_cached=core.num_cached_blocks,
+            num_free=core.num_free_blocks - core.num_cached_blocks,
             utilization=utilization,
             internal_fragmentation=1.0 - utilization,
             peak_used=core.peak_used_blocks,
+            hit_rate=num_hit / num_queried if num_queried > 0 else 0.0,
+            evictions=core.num_evictions,
             bytes=sum(tensor.nbytes for tensor in [*self.key_caches, *self.value_caches, *scales]),
         )
 
     def draw(self, width: int = 64) -> str:
         """A picture of the pool for a terminal, one character a block, `width` blocks a row.
 
-        `.` is free; a letter is a sequence's own block, in lower case where it is partly filled; `#` is
-        shared by several sequences, `+` where it is partly filled. Letters are handed out again after 26
-        sequences. Runs of free rows are left out.
+        `.` is free, `-` is kept by the prefix cache alone; a letter is a sequence's own block, in lower case
+        where it is partly filled; `#` is shared by several sequences, `+` where it is partly filled. Letters
+        are handed out again after 26 sequences. Runs of free rows are left out.
 
         Raises:
             ValueError: width is below 1.
@@ -339,11 +423,18 @@ class PagedKVCache:
     def __str__(self) -> str:
         """Summarise the pool in a line, and draw it."""
         stats = self.stats()
+        cached = f"{stats.num_cached} cached, " if self.prefix_caching else ""
         return (
             f"{stats.num_blocks} blocks of {self.block_size} tokens: {stats.num_used} used "
-            f"({stats.utilization:.1%} filled), {stats.num_free} free, {stats.bytes / 2**20:.1f} MiB\n"
-            f"{self.draw()}"
+            f"({stats.utilization:.1%} filled), {cached}{stats.num_free} free, "
+            f"{stats.bytes / 2**20:.1f} MiB\n{self.draw()}"
         )
+
+    def _root(self, salt: Extra, extra_key: Extra) -> bytes:
+        """Where the keys of a sequence's blocks start."""
+        if salt is None and extra_key is None:
+            return self._plain_root
+        return prefix_root(salt, extra_key, self.block_size)
 
     def _make_caches(self, head_dim: int) -> list[torch.Tensor]:
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, head_dim)

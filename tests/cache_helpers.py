@@ -23,8 +23,8 @@ def compute(cache: PagedKVCache, *sequences: Sequence) -> None:
 def state(cache: PagedKVCache) -> tuple[Any, ...]:
     """All that a failed call must leave as it was."""
     cache._core.check_integrity()
-    owners, filled, labels = cache._core.usage()
-    return cache._core.num_free_blocks, owners.tolist(), filled.tolist(), labels.tolist()
+    usage = [counts.tolist() for counts in cache._core.usage()]
+    return cache._core.num_free_blocks, cache._core.num_cached_blocks, *usage
 
 
 def tokens_of(rows: int, *salt: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

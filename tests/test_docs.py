@@ -25,6 +25,7 @@ MODULES = [
     "pagedkv._handles",
     "pagedkv._picture",
     "pagedkv._pool",
+    "pagedkv._prefix",
     "pagedkv.cache",
     "pagedkv.integrations.transformers",
     "pagedkv.ops",

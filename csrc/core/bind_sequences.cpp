@@ -33,10 +33,10 @@ Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& 
   try {
     Batch batch{.batch_id = shape.batch_id,
                 .max_query_len = shape.max_query_len,
-                .block_tables = py::array_t<int32_t>({shape.num_seqs, shape.max_blocks}),
+                .block_tables = py::array_t<int32_t>({shape.num_groups, shape.num_seqs, shape.max_blocks}),
                 .context_lens = py::array_t<int32_t>(shape.num_seqs),
                 .query_start_loc = py::array_t<int32_t>(shape.num_seqs + 1),
-                .slot_mapping = py::array_t<int64_t>(shape.num_tokens),
+                .slot_mapping = py::array_t<int64_t>({shape.num_groups, shape.num_tokens}),
                 .copies = {}};
     sequences.fill_batch(shape, batch.block_tables.mutable_data(), batch.context_lens.mutable_data(),
                          batch.query_start_loc.mutable_data(), batch.slot_mapping.mutable_data());
@@ -56,14 +56,59 @@ Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& 
 
 py::tuple usage(const Sequences& sequences) {
   const PoolUsage pool = sequences.usage();
-  return py::make_tuple(to_array(pool.owners), to_array(pool.filled), to_array(pool.label));
+  return py::make_tuple(to_array(pool.owners), to_array(pool.filled), to_array(pool.label),
+                        to_array(pool.cached));
 }
 
-int64_t add_sequence(Sequences& sequences, const py::object& token_ids, int64_t num_tokens) {
-  if (token_ids.is_none()) return sequences.add({}, num_tokens);
+int64_t add_sequence(Sequences& sequences, const py::object& token_ids, int64_t num_tokens,
+                     const std::optional<py::bytes>& root) {
+  if (token_ids.is_none()) return sequences.add({}, num_tokens, std::nullopt);
   std::vector<int64_t> ids = to_ints(token_ids, "token_ids");
   const int64_t num_ids = static_cast<int64_t>(ids.size());
-  return sequences.add(std::move(ids), num_ids);
+  return sequences.add(std::move(ids), num_ids, root ? std::optional(key_from_bytes(*root)) : std::nullopt);
+}
+
+void bind_prefixes(py::class_<Sequences>& sequences) {
+  sequences
+      .def_property_readonly(
+          "num_cached_blocks", [](const Sequences& self) { return self.allocator().num_cached_blocks(); },
+          "Blocks that only the prefix cache keeps; they count as free too.")
+      .def_property_readonly("num_evictions",
+                             [](const Sequences& self) { return self.allocator().num_evictions(); })
+      .def_property_readonly(
+          "prefix_counts",
+          [](const Sequences& self) {
+            const PrefixCounts counts = self.prefix_counts();
+            return py::make_tuple(counts.num_queried_tokens, counts.num_hit_tokens);
+          },
+          "(tokens looked up, tokens found), over all sequences added with a root.")
+      .def("num_cached_tokens", &Sequences::num_cached_tokens, py::arg("id"),
+           "Tokens that were found computed when the sequence was added.")
+      .def(
+          "probe",
+          [](const Sequences& self, const py::object& token_ids, const py::bytes& root) {
+            return self.probe(to_ints(token_ids, "token_ids"), key_from_bytes(root));
+          },
+          py::arg("token_ids"), py::arg("root"),
+          "The tokens that a sequence of these ids would find computed.")
+      .def("evict", &Sequences::evict, py::arg("count"),
+           "Frees the least recently used blocks that only the prefix cache keeps. Returns how many.")
+      .def("reset_prefix_cache", &Sequences::reset_prefix_cache,
+           "Forgets all prefixes; ValueError while a sequence has blocks.")
+      .def(
+          "can_allocate",
+          [](const Sequences& self, int64_t num_tokens, int64_t num_spare) {
+            return self.can_allocate(num_tokens, num_spare);
+          },
+          py::arg("num_tokens"), py::arg("num_spare") = 0,
+          "Whether a batch of a new sequence would find its blocks, num_spare left over.")
+      .def(
+          "can_allocate_ids",
+          [](const Sequences& self, const py::object& token_ids, const py::bytes& root, int64_t num_spare) {
+            return self.can_allocate(to_ints(token_ids, "token_ids"), key_from_bytes(root), num_spare);
+          },
+          py::arg("token_ids"), py::arg("root"), py::arg("num_spare") = 0,
+          "The same, with the blocks that it would find in the prefix cache.");
 }
 
 }  // namespace
@@ -74,27 +119,35 @@ void bind_sequences(py::module_& module) {
       .def_readonly("batch_id", &Batch::batch_id)
       .def_readonly("max_query_len", &Batch::max_query_len)
       .def_readonly("block_tables", &Batch::block_tables,
-                    "[num_seqs, max_blocks] int32, rows padded with -1.")
+                    "[num_groups, num_seqs, max_blocks] int32, rows padded with -1.")
       .def_readonly("context_lens", &Batch::context_lens, "[num_seqs] int32.")
       .def_readonly("query_start_loc", &Batch::query_start_loc, "[num_seqs + 1] int32.")
-      .def_readonly("slot_mapping", &Batch::slot_mapping, "[num_tokens] int64.")
+      .def_readonly("slot_mapping", &Batch::slot_mapping, "[num_groups, num_tokens] int64.")
       .def_readonly("copies", &Batch::copies, "[num_pairs, 2] int64, to be run before the batch is written.");
 
-  py::class_<Sequences>(module, "Sequences", R"doc(
+  py::class_<Sequences> sequences(module, "Sequences", R"doc(
 The sequences of one cache and the allocator they share: what `PagedKVCache` is built on, in terms of ids.
+
+windows has an entry for each group of layers: how many keys a query sees, 0 for all.
 
 >>> sequences = Sequences(num_blocks=8, block_size=4)
 >>> first = sequences.add([11, 12, 13, 14, 15]); batch = sequences.open_batch([first])
 >>> batch.block_tables.tolist(), batch.slot_mapping.tolist()
-([[0, 1]], [0, 1, 2, 3, 4])
-)doc")
-      .def(py::init<int64_t, int64_t>(), py::arg("num_blocks"), py::arg("block_size"))
+([[[0, 1]]], [[0, 1, 2, 3, 4]])
+)doc");
+  bind_prefixes(sequences);
+  sequences
+      .def(py::init<int64_t, int64_t, std::vector<int64_t>>(), py::arg("num_blocks"), py::arg("block_size"),
+           py::arg("windows") = std::vector<int64_t>{Sequences::NO_WINDOW})
       .def_property_readonly("num_free_blocks",
                              [](const Sequences& self) { return self.allocator().num_free_blocks(); })
       .def_property_readonly("peak_used_blocks",
                              [](const Sequences& self) { return self.allocator().peak_used_blocks(); })
       .def("add", &add_sequence, py::arg("token_ids") = py::none(), py::arg("num_tokens") = 0,
-           "A new sequence of these tokens, or of num_tokens unnamed ones. Returns its id.")
+           py::arg("root") = py::none(),
+           "A new sequence of these tokens, or of num_tokens unnamed ones. With a root (32 bytes) what the "
+           "prefix "
+           "cache knows of that root is reused. Returns its id.")
       .def(
           "append_ids",
           [](Sequences& self, int64_t id, const py::object& token_ids) {
@@ -105,6 +158,12 @@ The sequences of one cache and the allocator they share: what `PagedKVCache` is 
            py::arg("num_tokens"), "More known tokens, unnamed.")
       .def("fork", &Sequences::fork, py::arg("id"),
            "A sequence with the same tokens that shares every block.")
+      .def(
+          "reorder",
+          [](Sequences& self, const py::object& ids, const py::object& parents) {
+            self.reorder(to_ints(ids, "ids"), to_ints(parents, "parents"));
+          },
+          py::arg("ids"), py::arg("parents"), "ids[i] becomes what ids[parents[i]] was.")
       .def("truncate", &Sequences::truncate, py::arg("id"), py::arg("num_tokens"),
            "Forgets the tokens behind.")
       .def("free", &Sequences::free, py::arg("id"),
@@ -115,7 +174,8 @@ The sequences of one cache and the allocator they share: what `PagedKVCache` is 
       .def("num_computed_tokens", &Sequences::num_computed_tokens, py::arg("id"))
       .def("token_ids", &Sequences::token_ids, py::arg("id"),
            "Ids of the leading tokens, as far as they were given.")
-      .def("blocks", &Sequences::blocks, py::arg("id"), "Physical ids in logical order.")
+      .def("blocks", &Sequences::blocks, py::arg("id"), py::arg("group") = 0,
+           "Physical ids in logical order.")
       .def("open_batch", &open_batch, py::arg("ids"), py::arg("query_lens") = py::none(),
            "Takes the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or "
            "nothing. The caller "
@@ -131,8 +191,7 @@ The sequences of one cache and the allocator they share: what `PagedKVCache` is 
           "Whether a batch of all uncomputed tokens and counts[i] more would find its blocks.")
       .def("usage", &usage,
            "Per block: owners (int32), filled slots (int64), a label of the first sequence that maps it "
-           "(int32, -1: "
-           "free).")
+           "(int32, -1: none), whether the prefix cache knows it (uint8).")
       .def("check_integrity", &Sequences::check_integrity,
            "Recounts everything; RuntimeError names what is broken.");
 }

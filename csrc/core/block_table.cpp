@@ -41,6 +41,10 @@ int32_t BlockTable::physical_block(int64_t logical_block) const {
     throw std::out_of_range("logical block " + std::to_string(logical_block) +
                             " is not mapped: the table has " + std::to_string(num_blocks()) + " blocks");
   }
+  if (blocks_[logical_block] == NO_BLOCK) {
+    throw std::out_of_range("logical block " + std::to_string(logical_block) +
+                            " is not mapped: it lies behind the sliding window");
+  }
   return blocks_[logical_block];
 }
 
@@ -74,6 +78,8 @@ void BlockTable::grow(int64_t num_new_tokens) {
     copy_destinations_.reserve(copy_destinations_.size() + 1);
     blocks_.back() = allocator_->copy_on_write(shared);
     copy_destinations_.push_back(blocks_.back());
+  } else if (num_tokens_ % block_size() != 0) {
+    allocator_->begin_write(blocks_.back());
   }
   if (num_new > 0) allocator_->append_blocks(num_new, blocks_);
   num_tokens_ += num_new_tokens;
@@ -100,10 +106,11 @@ BlockTable BlockTable::fork() const {
   BlockTable child(std::nullopt, allocator_);
   child.blocks_.reserve(blocks_.size());
   for (const int32_t block : blocks_) {
-    allocator_->incr_ref(block);
+    if (block != NO_BLOCK) allocator_->incr_ref(block);
     child.blocks_.push_back(block);  // one by one, so that `child` gives back exactly what it took
   }
   child.num_tokens_ = num_tokens_;
+  child.num_released_ = num_released_;
   child.copy_destinations_ = copy_destinations_;
   return child;
 }
@@ -117,6 +124,31 @@ std::vector<CopyPair> BlockTable::take_pending_copies() {
   return pairs;
 }
 
+void BlockTable::adopt(std::span<const int32_t> blocks, int64_t num_tokens) {
+  blocks_.assign(blocks.begin(), blocks.end());
+  num_tokens_ = num_tokens;
+  while (num_released_ < num_blocks() && blocks_[num_released_] == NO_BLOCK) ++num_released_;
+  for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->acquire(blocks_[i]);
+}
+
+void BlockTable::replace(int64_t logical_block, int32_t block) noexcept {
+  allocator_->acquire(block);
+  const int32_t old = std::exchange(blocks_[logical_block], block);
+  allocator_->release(old);
+  std::erase(copy_destinations_, old);
+}
+
+void BlockTable::release_before(int64_t token) noexcept {
+  const int64_t end = std::min(token / block_size(), num_blocks());
+  // Like truncate, the later block goes back before the earlier one.
+  for (int64_t i = end - 1; i >= num_released_; --i) {
+    const int32_t block = std::exchange(blocks_[i], NO_BLOCK);
+    allocator_->release(block);
+    std::erase(copy_destinations_, block);
+  }
+  num_released_ = std::max(num_released_, end);
+}
+
 void BlockTable::truncate(int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > num_tokens_) {
     throw std::invalid_argument("num_tokens must be 0 to " + std::to_string(num_tokens_) +
@@ -125,10 +157,14 @@ void BlockTable::truncate(int64_t num_tokens) {
   const int64_t num_kept = blocks_for(num_tokens, block_size());
   if (num_kept < num_blocks()) {
     // The tail goes back first and the head last, so that the next table gets them in order again.
-    const std::vector<int64_t> dropped(blocks_.rbegin(), blocks_.rend() - num_kept);
+    const int64_t num_owned = std::max(num_kept, num_released_);
+    const std::vector<int64_t> dropped(blocks_.rbegin(), blocks_.rend() - num_owned);
     allocator_->free_many(dropped);
-    for (const int64_t block : dropped) std::erase(copy_destinations_, static_cast<int32_t>(block));
+    if (!copy_destinations_.empty()) {
+      for (const int64_t block : dropped) std::erase(copy_destinations_, static_cast<int32_t>(block));
+    }
     blocks_.resize(num_kept);
+    num_released_ = std::min(num_released_, num_kept);
   }
   num_tokens_ = num_tokens;
 }

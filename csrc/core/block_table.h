@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "core/block_allocator.h"
@@ -41,12 +42,22 @@ class BlockTable {
   BlockTable fork() const;
   std::vector<CopyPair> take_pending_copies();
   void truncate(int64_t num_tokens);
+
+  // Makes an empty table one of num_tokens tokens in these blocks, which are used or cached. NO_BLOCK stands
+  // for leading blocks that a window has passed.
+  void adopt(std::span<const int32_t> blocks, int64_t num_tokens);
+  // Maps another block of the same content.
+  void replace(int64_t logical_block, int32_t block) noexcept;
+  // Gives back the blocks that hold only tokens before `token`; NO_BLOCK stands in their place.
+  void release_before(int64_t token) noexcept;
+  int64_t num_released() const { return num_released_; }
   void free() { truncate(0); }
 
  private:
   std::shared_ptr<BlockAllocator> allocator_;
   std::vector<int32_t> blocks_;  // [ceil(num_tokens / block_size)]
   int64_t num_tokens_ = 0;
+  int64_t num_released_ = 0;  // leading blocks that are NO_BLOCK
   // Blocks of this table that may wait for a copy into them. A fork inherits the list, and whichever table
   // asks first takes the pair: the allocator knows which are still due.
   std::vector<int32_t> copy_destinations_;

@@ -68,6 +68,7 @@ PYBIND11_MODULE(_core, module) {
   bind_block_allocator(module);
   bind_block_table(module);
   bind_sequences(module);
+  bind_prefix_cache(module);
 }
 
 }  // namespace pagedkv
