@@ -1,6 +1,6 @@
 """Block structures of pagedkv: allocator, tables, sequences. Needs neither torch nor a GPU."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,9 @@ class Batch:
 class Sequences:
     """The sequences of one cache and the allocator they share, in terms of ids."""
 
-    def __init__(self, num_blocks: int, block_size: int, windows: Iterable[int] = (0,)) -> None: ...
+    def __init__(
+        self, num_blocks: int, block_size: int, windows: Sequence[int] = (0,), num_host_blocks: int = 0
+    ) -> None: ...
     @property
     def num_free_blocks(self) -> int: ...
     @property
@@ -166,6 +168,17 @@ class Sequences:
         """Free the least recently used blocks that only the prefix cache keeps; how many."""
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes; ValueError while a sequence has blocks."""
+    @property
+    def num_free_host_blocks(self) -> int: ...
+    def swap_out(self, id: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Move a sequence to host blocks; a transfer and its copies, [num_pairs, 2], for the caller."""
+    def swap_in(self, id: int) -> tuple[int, npt.NDArray[np.int64]]:
+        """Move it back."""
+    def finish_transfer(self, transfer_id: int) -> None:
+        """The copies have run: the blocks that they read may be handed out."""
+    def is_swapped_out(self, id: int) -> bool: ...
+    def can_swap_in(self, id: int) -> bool:
+        """Whether the sequence, and then a batch of all its tokens or one more, would find its blocks."""
     def usage(
         self,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

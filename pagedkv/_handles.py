@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from pagedkv import _core
 
 if TYPE_CHECKING:
+    from pagedkv._swap import HostPool
     from pagedkv.cache import PagedKVCache
 
 Ints: TypeAlias = Iterable[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
@@ -25,6 +26,12 @@ def host_ints(values: Ints) -> Iterable[int] | npt.NDArray[np.integer[Any]]:
     if values.is_floating_point() or values.is_complex():
         raise TypeError(f"expected integers, got a tensor of {values.dtype}")
     return values.cpu().numpy()
+
+
+def reusable_ints(values: Ints) -> Iterable[int] | npt.NDArray[np.integer[Any]]:
+    """The same for values that are looked at more than once: an iterator becomes a list."""
+    ints = host_ints(values)
+    return list(ints) if isinstance(ints, Iterator) else ints
 
 
 class Sequence:
@@ -62,8 +69,22 @@ class Sequence:
 
     @property
     def block_table(self) -> list[int]:
-        """Physical block ids in order; those of an open batch included."""
+        """Physical block ids in order; those of an open batch included, -1 behind a sliding window.
+
+        Of the first group of layers, where there are several: see `block_tables`.
+        """
         return self._sequences.blocks(self._id)
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """The block table of each group of layers, see `sliding_window`."""
+        num_groups = len(self._cache._groups.windows)
+        return [self._sequences.blocks(self._id, group) for group in range(num_groups)]
+
+    @property
+    def swapped_out(self) -> bool:
+        """Whether the sequence is on the host, with no blocks of the device."""
+        return self._sequences.is_swapped_out(self._id)
 
     @property
     def freed(self) -> bool:
@@ -127,6 +148,53 @@ class Sequence:
         """
         self._sequences.truncate(self._id, num_tokens)
 
+    def swap_out(self) -> None:
+        """Move the keys and values to the host, and give back the blocks that nobody else uses.
+
+        Sequences that share blocks share them on the host, too. Until it is swapped in again, a sequence can
+        only grow or be freed. On CUDA the copy runs beside other work.
+
+        Raises:
+            OutOfMemoryError: too few host blocks are free; nothing was changed.
+            ValueError: the cache has no host blocks; the sequence was freed, is swapped out already, or is in
+                an open batch.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, num_host_blocks=4)
+        >>> seq = cache.add_sequence(num_tokens=20); cache.commit(cache.batch([seq]))
+        >>> seq.swap_out(); seq.swapped_out, seq.block_table, cache.stats().num_used
+        (True, [], 0)
+        """
+        self._host().swap_out(self._id)
+
+    def swap_in(self) -> None:
+        """Move the keys and values back to the device.
+
+        Blocks that are there, because others use them or the prefix cache kept them, are shared, not copied.
+
+        Raises:
+            OutOfMemoryError: too few blocks are free; nothing was changed. `PagedKVCache.can_swap_in` tells.
+            ValueError: the sequence was freed, or is not swapped out.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, num_host_blocks=4)
+        >>> seq = cache.add_sequence(num_tokens=20); cache.commit(cache.batch([seq]))
+        >>> seq.swap_out(); seq.swap_in(); len(seq.block_table)
+        2
+        """
+        host = self._host()
+        try:
+            host.swap_in(self._id)
+        except _core.OutOfMemoryError:
+            if not host.finish(wait=True):
+                raise
+            host.swap_in(self._id)
+
+    def _host(self) -> HostPool:
+        host = self._cache._host
+        if host is None:
+            raise ValueError("the cache has no host blocks to swap to: make it with num_host_blocks")
+        self._cache._settled_core()
+        return host
+
     def free(self) -> None:
         """Give back the blocks. A second call does nothing.
 
@@ -160,6 +228,9 @@ class Sequence:
 class Batch:
     """What `PagedKVCache.batch` returns: the tensors that an attention layer needs. Made anew for each step.
 
+    Where layers have tables of their own (see `sliding_window`), a batch is for `attend` alone: block_tables
+    and slot_mapping are a ValueError.
+
     Attributes:
         sequences: the sequences, in the order of the rows.
         block_tables: `[num_seqs, max_blocks]` int32, rows padded with -1.
@@ -174,16 +245,33 @@ class Batch:
     def __init__(self, cache: PagedKVCache, sequences: tuple[Sequence, ...], arrays: _core.Batch) -> None:
         """Move the arrays of an open batch to the cache's device."""
         self.sequences = sequences
-        self.block_tables = cache._to_device(arrays.block_tables[0])
+        self._block_tables = cache._to_device(arrays.block_tables)  # [num_groups, num_seqs, max_blocks]
         self.context_lens = cache._to_device(arrays.context_lens)
         self.query_start_loc = cache._to_device(arrays.query_start_loc)
-        self.slot_mapping = cache._to_device(arrays.slot_mapping[0])
+        self._slot_mappings = cache._to_device(arrays.slot_mapping)  # [num_groups, num_tokens]
         self.num_tokens: int = arrays.slot_mapping.shape[1]
         self.max_query_len = arrays.max_query_len
         self._cache = cache
         self._batch_id = arrays.batch_id
         self._state = "open"  # then "committed", "abandoned", or "stale": a sequence was freed
         self._attended: set[int] = set()  # layers
+
+    @property
+    def block_tables(self) -> torch.Tensor:
+        """See the class."""
+        return self._of_single_group(self._block_tables)
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """See the class."""
+        return self._of_single_group(self._slot_mappings)
+
+    def _of_single_group(self, tensors: torch.Tensor) -> torch.Tensor:
+        if len(tensors) > 1:
+            raise ValueError(
+                f"layers of this cache have {len(tensors)} different block tables; use PagedKVCache.attend"
+            )
+        return tensors[0]
 
     def _all_attended(self) -> bool:
         return len(self._attended) == self._cache.num_layers

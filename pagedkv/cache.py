@@ -13,20 +13,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedkv import _core, _picture, _pool, ops
+from pagedkv import _core, _pool, ops
+from pagedkv._capacity import Capacity
 from pagedkv._handles import Batch, Ints, Sequence, host_ints
+from pagedkv._layers import group_layers
 from pagedkv._prefix import Extra, prefix_root
-from pagedkv._stats import CacheStats
+from pagedkv._stats import CacheStats, Observability
+from pagedkv._swap import HostPool
 
 __all__ = ["Batch", "CacheStats", "PagedKVCache", "Sequence"]
 
 
-class PagedKVCache:
+class PagedKVCache(Capacity, Observability):
     """A paged key-value cache for all layers of a model.
 
     One key and one value tensor a layer, `key_caches[layer]` and `value_caches[layer]`, each
     `[num_blocks, block_size, num_kv_heads, head_dim]`. They start uninitialised: slots that no token was
     written to are never visible in a result.
+
+    Where only some layers have a sliding window, the layers form groups of one size, each with block tables
+    of its own. One pool serves them all: a block holds the keys and values of the layers of one group, and
+    layers of different groups share a tensor.
 
     Args:
         num_layers: attention layers.
@@ -46,6 +53,9 @@ class PagedKVCache:
         prefix_caching: keep the full blocks of computed prompts, and reuse them for sequences that start with
             the same tokens. Blocks are found by a SHA-256 of all tokens up to their end, which is taken to
             differ where tokens do.
+        num_host_blocks: blocks on the host for sequences that are swapped out, pinned where device is CUDA.
+        sliding_window: how many keys a query sees, itself included: one for all layers, or one (or None) a
+            layer. Blocks behind it are given back, and `attend` gets it as its window.
 
     Raises:
         ValueError: sizes below 1, both or neither of num_blocks and memory, memory for less than one block,
@@ -74,6 +84,8 @@ class PagedKVCache:
         k_scales: torch.Tensor | float | None = None,
         v_scales: torch.Tensor | float | None = None,
         prefix_caching: bool = False,
+        num_host_blocks: int = 0,
+        sliding_window: int | Iterable[int | None] | None = None,
     ) -> None:
         """Allocate the pool; see the class."""
         sizes = {
@@ -97,6 +109,9 @@ class PagedKVCache:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {self.device}")
+        if sliding_window is not None and not isinstance(sliding_window, int | np.integer):
+            sliding_window = list(sliding_window)
+        self._groups = group_layers(num_layers, sliding_window)
         _pool.check_dtypes(self.dtype, self.kv_dtype, k_scales, v_scales)
         scales_shape = (num_layers, num_kv_heads)
         self.k_scales = _pool.make_scales("k_scales", k_scales, scales_shape, self.device)
@@ -105,18 +120,27 @@ class PagedKVCache:
         self.num_blocks = _pool.choose_num_blocks(
             num_blocks, memory, self.bytes_per_block, scales_bytes, self.device
         )
-        self._core = _core.Sequences(self.num_blocks, block_size)
-        self.key_caches = self._make_caches(self.head_dim)
-        self.value_caches = self._make_caches(self.value_head_dim)
+        self._core = _core.Sequences(self.num_blocks, block_size, self._groups.windows, num_host_blocks)
+        self._key_tensors = self._make_caches(self.head_dim)
+        self._value_tensors = self._make_caches(self.value_head_dim)
+        self.key_caches = [self._key_tensors[i] for i in self._groups.tensor_of_layer]
+        self.value_caches = [self._value_tensors[i] for i in self._groups.tensor_of_layer]
         self.device = self.key_caches[0].device  # "cuda" has become "cuda:0"
+        self.num_host_blocks = num_host_blocks
+        self._host: HostPool | None = None
+        if num_host_blocks > 0:
+            tensors = [*self._key_tensors, *self._value_tensors]
+            self._host = HostPool(self._core, tensors, num_host_blocks, self.device)
         self._open_batches: dict[int, Batch] = {}
         self.prefix_caching = prefix_caching
         self._plain_root = prefix_root(None, None, block_size)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: keys and values of all layers, without the scales."""
-        elements_per_token = self.num_layers * self.num_kv_heads * (self.head_dim + self.value_head_dim)
+        """Bytes of one block: keys and values of all layers (of a group), without the scales."""
+        elements_per_token = (
+            self._groups.num_tensors * self.num_kv_heads * (self.head_dim + self.value_head_dim)
+        )
         return self.block_size * elements_per_token * self.kv_dtype.itemsize
 
     def add_sequence(
@@ -152,44 +176,6 @@ class PagedKVCache:
             raise ValueError("add_sequence takes token_ids or num_tokens, not both")
         root = self._root(salt, extra_key) if self.prefix_caching else None
         return Sequence(self, self._settled_core().add(host_ints(token_ids), 0, root))
-
-    def probe(self, token_ids: Ints, *, salt: Extra = None, extra_key: Extra = None) -> int:
-        """How many of these tokens a sequence would find computed now. Pins nothing and counts nowhere.
-
-        Args:
-            token_ids: `[n]` ids.
-            salt: as for `add_sequence`.
-            extra_key: as for `add_sequence`.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2, prefix_caching=True)
-        >>> seq = cache.add_sequence(range(5)); cache.commit(cache.batch([seq]))
-        >>> cache.probe([0, 1, 2, 7]), cache.probe([0, 1, 2, 7], salt="mine")
-        (2, 0)
-        """
-        return self._settled_core().probe(host_ints(token_ids), self._root(salt, extra_key))
-
-    def evict(self, num_blocks: int) -> int:
-        """Give up the least recently used of the blocks that only the prefix cache keeps; how many it were.
-
-        A prefix goes from its end. Blocks of sequences are not touched.
-
-        Raises:
-            ValueError: num_blocks is negative.
-
-        >>> pagedkv.PagedKVCache(1, 1, 8, num_blocks=4).evict(3)
-        0
-        """
-        return self._settled_core().evict(num_blocks)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget every prefix: after the model's weights have changed, say.
-
-        Raises:
-            ValueError: a sequence has blocks, which would be of the old state.
-
-        >>> pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, prefix_caching=True).reset_prefix_cache()
-        """
-        self._settled_core().reset_prefix_cache()
 
     def reorder(self, sequences: Iterable[Sequence], parents: Ints) -> None:
         """Make sequences[i] what sequences[parents[i]] was: the step of a beam search.
@@ -232,11 +218,19 @@ class PagedKVCache:
         """
         handles = tuple(sequences)
         lens = None if query_lens is None else host_ints(query_lens)
-        arrays = self._settled_core().open_batch(self._ids(handles), lens)
+        core, ids = self._settled_core(), self._ids(handles)
+        try:
+            arrays = core.open_batch(ids, lens)
+        except _core.OutOfMemoryError:
+            if self._host is None or not self._host.finish(wait=True):
+                raise
+            arrays = core.open_batch(ids, lens)
+        if self._host is not None:
+            self._host.wait_for_arrivals()
         if len(arrays.copies) > 0:
             # Should this fail, the sequences stay in a batch that nobody has: they can be freed, but not
             # read.
-            ops.copy_blocks(self.key_caches, self.value_caches, torch.from_numpy(arrays.copies))
+            ops.copy_blocks(self._key_tensors, self._value_tensors, torch.from_numpy(arrays.copies))
         batch = Batch(self, handles, arrays)
         self._open_batches[batch._batch_id] = batch
         return batch
@@ -254,14 +248,16 @@ class PagedKVCache:
             k: `[num_tokens, num_kv_heads, head_dim]` dtype.
             v: `[num_tokens, num_kv_heads, value_head_dim]` dtype.
             batch: an open batch of this cache.
-            options: keywords of `pagedkv.paged_attention`: window, softcap, sinks, return_lse, ...
+            options: keywords of `pagedkv.paged_attention`: window, softcap, sinks, return_lse, ... A layer
+                with a sliding window has it as its window, or a narrower one.
 
         Returns:
             `[num_tokens, num_heads, value_head_dim]` dtype, and the lse with return_lse=True.
 
         Raises:
             IndexError: there is no such layer.
-            ValueError: the batch is another cache's, committed, abandoned, or has lost a sequence to `free`.
+            ValueError: the batch is another cache's, committed, abandoned, or has lost a sequence to `free`;
+                a window that is wider than the layer's.
         """
         if batch._cache is not self:
             raise ValueError("the batch belongs to another cache")
@@ -270,15 +266,20 @@ class PagedKVCache:
             raise ValueError("cannot attend the batch: it was committed when its last layer was attended")
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer {layer} is outside 0 to {self.num_layers - 1}")
+        group, sliding_window = self._groups.group_of_layer[layer], self._groups.window_of_layer(layer)
+        if sliding_window is not None:
+            window = options.setdefault("window", sliding_window)
+            if window is None or window > sliding_window:
+                raise ValueError(f"window is {window}, but layer {layer} keeps only {sliding_window} keys")
         key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
         k_scale = None if self.k_scales is None else self.k_scales[layer]
         v_scale = None if self.v_scales is None else self.v_scales[layer]
         ops.reshape_and_cache(
-            k, v, key_cache, value_cache, batch.slot_mapping, k_scale=k_scale, v_scale=v_scale
+            k, v, key_cache, value_cache, batch._slot_mappings[group], k_scale=k_scale, v_scale=v_scale
         )
         out = ops.paged_attention(
             q,
-            batch.block_tables,
+            batch._block_tables[group],
             key_cache,
             value_cache,
             batch.context_lens,
@@ -320,125 +321,12 @@ class PagedKVCache:
         if batch._state != "abandoned":
             self._close(batch, "abandoned")
 
-    def can_allocate(
-        self,
-        tokens: int | Ints,
-        *,
-        salt: Extra = None,
-        extra_key: Extra = None,
-        num_spare_blocks: int = 0,
-    ) -> bool:
-        """Whether a new sequence would find the blocks for all its tokens now.
-
-        It says what `add_sequence` and a batch of that sequence would do, exactly: blocks that would be found
-        in the prefix cache are not counted twice.
-
-        Args:
-            tokens: how many, or their ids, for which the prefix cache is looked at.
-            salt: as for `add_sequence`.
-            extra_key: as for `add_sequence`.
-            num_spare_blocks: blocks that must be left over, for sequences that grow.
-
-        Raises:
-            ValueError: a negative number.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=2, block_size=16)
-        >>> cache.can_allocate(32), cache.can_allocate(range(33)), cache.can_allocate(9, num_spare_blocks=2)
-        (True, False, False)
-        """
-        if num_spare_blocks < 0:
-            raise ValueError(f"num_spare_blocks must not be negative, got {num_spare_blocks}")
-        if isinstance(tokens, int | np.integer):
-            if tokens < 0:
-                raise ValueError(f"num_tokens must not be negative, got {tokens}")
-            return self._settled_core().can_allocate(int(tokens), num_spare_blocks)
-        root = self._root(salt, extra_key)
-        return self._settled_core().can_allocate_ids(host_ints(tokens), root, num_spare_blocks)
-
-    def can_append(self, sequences: Iterable[Sequence], counts: Ints) -> bool:
-        """Whether counts[i] more tokens of sequences[i] would find their blocks now.
-
-        It says what a batch of all uncomputed tokens and those would do, exactly: copies of shared blocks are
-            counted, and the slack in last blocks is used.
-
-        Args:
-            sequences: distinct sequences of this cache.
-            counts: `[num_seqs]`.
-
-        Raises:
-            ValueError: a sequence was freed, is listed twice or belongs to another cache; a negative count.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=1, block_size=16)
-        >>> seq = cache.add_sequence(num_tokens=15)
-        >>> cache.can_append([seq], [1]), cache.can_append([seq], [2])
-        (True, False)
-        """
-        return self._settled_core().can_append(self._ids(tuple(sequences)), host_ints(counts))
-
-    def stats(self) -> CacheStats:
-        """Count blocks, filled slots and bytes; O(num_blocks). Slots of an open batch count as filled.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=16)
-        >>> seq = cache.add_sequence(num_tokens=24); cache.commit(cache.batch([seq]))
-        >>> cache.stats().utilization
-        0.75
-        """
-        core = self._settled_core()
-        _, filled, _, _ = core.usage()
-        num_used = self.num_blocks - core.num_free_blocks
-        utilization = int(filled.sum()) / (num_used * self.block_size) if num_used > 0 else 1.0
-        num_queried, num_hit = core.prefix_counts
-        scales = [scale for scale in (self.k_scales, self.v_scales) if scale is not None]
-        return CacheStats(
-            num_blocks=self.num_blocks,
-            num_used=num_used,
-            num_cached=core.num_cached_blocks,
-            num_free=core.num_free_blocks - core.num_cached_blocks,
-            utilization=utilization,
-            internal_fragmentation=1.0 - utilization,
-            peak_used=core.peak_used_blocks,
-            hit_rate=num_hit / num_queried if num_queried > 0 else 0.0,
-            evictions=core.num_evictions,
-            bytes=sum(tensor.nbytes for tensor in [*self.key_caches, *self.value_caches, *scales]),
-        )
-
-    def draw(self, width: int = 64) -> str:
-        """A picture of the pool for a terminal, one character a block, `width` blocks a row.
-
-        `.` is free, `-` is kept by the prefix cache alone; a letter is a sequence's own block, in lower case
-        where it is partly filled; `#` is shared by several sequences, `+` where it is partly filled. Letters
-        are handed out again after 26 sequences. Runs of free rows are left out.
-
-        Raises:
-            ValueError: width is below 1.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=8, block_size=2)
-        >>> a = cache.add_sequence(num_tokens=5); b = cache.add_sequence(num_tokens=2)
-        >>> cache.commit(cache.batch([a, b]))
-        >>> print(cache.draw())
-        0  AAaB....
-        """
-        return _picture.draw_pool(*self._settled_core().usage(), self.block_size, width)
-
-    def __str__(self) -> str:
-        """Summarise the pool in a line, and draw it."""
-        stats = self.stats()
-        cached = f"{stats.num_cached} cached, " if self.prefix_caching else ""
-        return (
-            f"{stats.num_blocks} blocks of {self.block_size} tokens: {stats.num_used} used "
-            f"({stats.utilization:.1%} filled), {cached}{stats.num_free} free, "
-            f"{stats.bytes / 2**20:.1f} MiB\n{self.draw()}"
-        )
-
-    def _root(self, salt: Extra, extra_key: Extra) -> bytes:
-        """Where the keys of a sequence's blocks start."""
-        if salt is None and extra_key is None:
-            return self._plain_root
-        return prefix_root(salt, extra_key, self.block_size)
-
     def _make_caches(self, head_dim: int) -> list[torch.Tensor]:
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, head_dim)
-        return [torch.empty(shape, dtype=self.kv_dtype, device=self.device) for _ in range(self.num_layers)]
+        return [
+            torch.empty(shape, dtype=self.kv_dtype, device=self.device)
+            for _ in range(self._groups.num_tensors)
+        ]
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -468,6 +356,8 @@ class PagedKVCache:
             for batch in list(self._open_batches.values()):
                 if batch._state == "open" and batch._all_attended():
                     self._close(batch, "committed")
+        if self._host is not None:
+            self._host.finish()
         return self._core
 
     def _close(self, batch: Batch, state: str) -> None:

@@ -14,6 +14,21 @@ py::array_t<T> to_array(const std::vector<T>& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
+// [num_pairs, 2] (source, destination).
+py::array_t<int64_t> to_mapping(const std::vector<CopyPair>& pairs) {
+  py::array_t<int64_t> mapping({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
+  int64_t* entry = mapping.mutable_data();
+  for (const auto& [source, destination] : pairs) {
+    *entry++ = source;
+    *entry++ = destination;
+  }
+  return mapping;
+}
+
+py::tuple to_tuple(const Transfer& transfer) {
+  return py::make_tuple(transfer.transfer_id, to_mapping(transfer.pairs));
+}
+
 // An open batch as arrays.
 struct Batch {
   int64_t batch_id, max_query_len;
@@ -40,13 +55,7 @@ Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& 
                 .copies = {}};
     sequences.fill_batch(shape, batch.block_tables.mutable_data(), batch.context_lens.mutable_data(),
                          batch.query_start_loc.mutable_data(), batch.slot_mapping.mutable_data());
-    const std::vector<CopyPair> pairs = sequences.take_pending_copies(shape.batch_id);
-    batch.copies = py::array_t<int64_t>({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
-    int64_t* entry = batch.copies.mutable_data();
-    for (const auto& [source, destination] : pairs) {
-      *entry++ = source;
-      *entry++ = destination;
-    }
+    batch.copies = to_mapping(sequences.take_pending_copies(shape.batch_id));
     return batch;
   } catch (...) {
     sequences.abandon(shape.batch_id);
@@ -111,6 +120,27 @@ void bind_prefixes(py::class_<Sequences>& sequences) {
           "The same, with the blocks that it would find in the prefix cache.");
 }
 
+void bind_swapping(py::class_<Sequences>& sequences) {
+  sequences
+      .def_property_readonly("num_free_host_blocks",
+                             [](const Sequences& self) {
+                               return self.host_allocator() ? self.host_allocator()->num_free_blocks() : 0;
+                             })
+      .def(
+          "swap_out", [](Sequences& self, int64_t id) { return to_tuple(self.swap_out(id)); }, py::arg("id"),
+          "Moves the sequence to host blocks. Returns a transfer and its copies, [num_pairs, 2] int64 "
+          "(device, host), "
+          "which the caller runs.")
+      .def(
+          "swap_in", [](Sequences& self, int64_t id) { return to_tuple(self.swap_in(id)); }, py::arg("id"),
+          "Moves it back. Returns a transfer and its copies, [num_pairs, 2] int64 (host, device).")
+      .def("finish_transfer", &Sequences::finish_transfer, py::arg("transfer_id"),
+           "The copies have run: the blocks that they read may be handed out.")
+      .def("is_swapped_out", &Sequences::is_swapped_out, py::arg("id"))
+      .def("can_swap_in", &Sequences::can_swap_in, py::arg("id"),
+           "Whether the sequence, and then a batch of all its tokens or of one more, would find its blocks.");
+}
+
 }  // namespace
 
 void bind_sequences(py::module_& module) {
@@ -136,9 +166,11 @@ windows has an entry for each group of layers: how many keys a query sees, 0 for
 ([[[0, 1]]], [[0, 1, 2, 3, 4]])
 )doc");
   bind_prefixes(sequences);
+  bind_swapping(sequences);
   sequences
-      .def(py::init<int64_t, int64_t, std::vector<int64_t>>(), py::arg("num_blocks"), py::arg("block_size"),
-           py::arg("windows") = std::vector<int64_t>{Sequences::NO_WINDOW})
+      .def(py::init<int64_t, int64_t, std::vector<int64_t>, int64_t>(), py::arg("num_blocks"),
+           py::arg("block_size"), py::arg("windows") = std::vector<int64_t>{Sequences::NO_WINDOW},
+           py::arg("num_host_blocks") = 0)
       .def_property_readonly("num_free_blocks",
                              [](const Sequences& self) { return self.allocator().num_free_blocks(); })
       .def_property_readonly("peak_used_blocks",

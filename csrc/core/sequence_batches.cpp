@@ -22,6 +22,9 @@ std::vector<Sequences::Member> Sequences::distinct_members(std::span<const Id> i
   for (size_t i = 0; i < ids.size(); ++i) {
     Sequence* sequence = find(ids[i]);
     if (sequence == nullptr) throw std::invalid_argument(entry("sequences", i) + " was freed");
+    if (sequence->swapped_out) {
+      throw std::invalid_argument(entry("sequences", i) + " is swapped out: swap it in first");
+    }
     if (sequence->last_visit == num_visits_) {
       throw std::invalid_argument(entry("sequences", i) + " is listed twice");
     }
@@ -83,9 +86,11 @@ BatchShape Sequences::open_batch(std::span<const Id> ids,
     for (size_t i = 0; i < members.size(); ++i) members[i].num_new_tokens = (*query_lens)[i];
   }
   if (const int64_t num_needed = blocks_needed(members); num_needed > allocator_->num_free_blocks()) {
+    const bool hopeless = num_needed > allocator_->num_blocks();
     throw OutOfMemory("No free blocks available: the batch needs " + std::to_string(num_needed) + ", " +
                       std::to_string(allocator_->num_free_blocks()) + " of " +
-                      std::to_string(allocator_->num_blocks()) + " are free");
+                      std::to_string(allocator_->num_blocks()) + " are free" +
+                      (hopeless ? "; it does not fit into this pool" : ""));
   }
 
   BatchShape shape{

@@ -20,10 +20,13 @@ void require(bool holds, const char* invariant) {
 
 }  // namespace
 
-Sequences::Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows)
+Sequences::Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows,
+                     int64_t num_host_blocks)
     : allocator_(std::make_shared<BlockAllocator>(num_blocks, block_size)),
       windows_(std::move(windows)),
       prefix_cache_(allocator_) {
+  require_count(num_host_blocks, "num_host_blocks");
+  if (num_host_blocks > 0) host_allocator_ = std::make_shared<BlockAllocator>(num_host_blocks, block_size);
   if (windows_.empty()) throw std::invalid_argument("windows must have an entry for each group of layers");
   for (size_t group = 0; group < windows_.size(); ++group)
     require_count(windows_[group], entry("windows", group));
@@ -47,6 +50,10 @@ Sequences::Sequence& Sequences::closed(Id id, const char* verb) const {
     throw std::invalid_argument(std::string("cannot ") + verb +
                                 " a sequence of an open batch: commit or abandon the batch first");
   }
+  if (sequence.swapped_out) {
+    throw std::invalid_argument(std::string("cannot ") + verb +
+                                " a sequence that is swapped out: swap it in first");
+  }
   return sequence;
 }
 
@@ -68,10 +75,7 @@ Sequences::Id Sequences::add(std::vector<int64_t> token_ids, int64_t num_tokens,
                              const std::optional<BlockKey>& root) {
   require_count(num_tokens, "num_tokens");
   Sequence sequence{.token_ids = std::move(token_ids), .num_tokens = num_tokens, .root = root};
-  sequence.tables.reserve(windows_.size());
-  for (size_t group = 0; group < windows_.size(); ++group) {
-    sequence.tables.emplace_back(std::nullopt, allocator_);
-  }
+  sequence.tables = empty_tables(allocator_);
   if (root) adopt_prefix(sequence);
   return insert(std::move(sequence));
 }
@@ -92,6 +96,13 @@ void Sequences::append(Id id, int64_t num_tokens) {
   require_count(num_tokens, "the number of tokens to append");
   require_sum(sequence.num_tokens, num_tokens);
   sequence.num_tokens += num_tokens;
+}
+
+std::vector<BlockTable> Sequences::empty_tables(const std::shared_ptr<BlockAllocator>& allocator) const {
+  std::vector<BlockTable> tables;
+  tables.reserve(windows_.size());
+  for (size_t group = 0; group < windows_.size(); ++group) tables.emplace_back(std::nullopt, allocator);
+  return tables;
 }
 
 Sequences::Sequence Sequences::fork_of(const Sequence& parent) const {
@@ -193,7 +204,8 @@ PoolUsage Sequences::usage() const {
 }
 
 void Sequences::check_sequence(const Sequence& sequence) const {
-  const int64_t block_size = allocator_->block_size(), num_slots = sequence.tables[0].num_tokens();
+  const std::vector<BlockTable>& tables = sequence.swapped_out ? sequence.host_tables : sequence.tables;
+  const int64_t block_size = allocator_->block_size(), num_slots = tables[0].num_tokens();
   require(sequence.num_computed_tokens <= num_slots && num_slots <= sequence.num_tokens,
           "more tokens are computed than have slots, or more have slots than are known");
   require(static_cast<int64_t>(sequence.token_ids.size()) <= sequence.num_tokens, "more ids than tokens");
@@ -202,7 +214,7 @@ void Sequences::check_sequence(const Sequence& sequence) const {
   require(open || num_slots == sequence.num_computed_tokens,
           "tokens outside a batch have slots but no values");
   for (int64_t group = 0; group < num_groups(); ++group) {
-    const BlockTable& table = sequence.tables[group];
+    const BlockTable& table = tables[group];
     require(table.num_tokens() == num_slots, "the tables of a sequence differ in tokens");
     require(table.num_blocks() == blocks_for(num_slots, block_size), "a table has spare blocks");
     for (int64_t i = 0; i < table.num_blocks(); ++i) {
@@ -211,7 +223,7 @@ void Sequences::check_sequence(const Sequence& sequence) const {
     require(table.num_released() * block_size <= first_visible(group, sequence.num_computed_tokens),
             "a window lacks a block");
   }
-  if (!sequence.root) return;
+  if (!sequence.root || sequence.swapped_out) return;
   BlockKey key = *sequence.root;
   const std::span<const int64_t> token_ids(sequence.token_ids);
   require(sequence.num_keyed_blocks * block_size <= sequence.num_computed_tokens,
@@ -237,6 +249,19 @@ void Sequences::check_integrity() const {
   }
   for (const Slot& slot : slots_) {
     if (slot.sequence) check_sequence(*slot.sequence);
+  }
+  if (!host_allocator_) return;
+  host_allocator_->check_integrity();
+  std::vector<int32_t> owners(host_allocator_->num_blocks(), 0);
+  for (const Slot& slot : slots_) {
+    if (!slot.sequence) continue;
+    for (const BlockTable& table : slot.sequence->host_tables) {
+      for (const int32_t block : table.blocks()) owners[block == NO_BLOCK ? 0 : block] += block != NO_BLOCK;
+    }
+  }
+  for (int64_t block = 0; block < host_allocator_->num_touched_blocks(); ++block) {
+    require(owners[block] == host_allocator_->num_owners(static_cast<int32_t>(block)),
+            "a host block is not owned by as many sequences as map it");
   }
 }
 

@@ -34,6 +34,12 @@ struct PoolUsage {
   std::vector<uint8_t> cached;  // [num_blocks] the prefix cache knows what it holds
 };
 
+// Copies between the device's pool and the host's that swapping a sequence takes.
+struct Transfer {
+  int64_t transfer_id = 0;
+  std::vector<CopyPair> pairs;  // (device, host) out, (host, device) in
+};
+
 struct PrefixCounts {
   int64_t num_queried_tokens = 0, num_hit_tokens = 0;  // of all sequences that were looked up
 };
@@ -46,9 +52,10 @@ class Sequences {
   static constexpr int64_t NO_WINDOW = 0;
 
   // windows [num_groups]: the most recent keys that a query of the group sees, itself included, or NO_WINDOW.
-  Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows);
+  Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows, int64_t num_host_blocks);
 
   const BlockAllocator& allocator() const { return *allocator_; }
+  const BlockAllocator* host_allocator() const { return host_allocator_.get(); }  // null: no host blocks
   int64_t num_groups() const { return static_cast<int64_t>(windows_.size()); }
 
   // A sequence of num_tokens tokens, the ids of the leading ones given. No block is taken before a batch
@@ -96,6 +103,17 @@ class Sequences {
   int64_t evict(int64_t count) { return allocator_->evict(count); }
   // Forgets all prefixes. Throws std::invalid_argument while a sequence has blocks.
   void reset_prefix_cache();
+  // Moves a sequence's blocks to the host's pool, or back. Sequences that share a block do so again when both
+  // are there. All or nothing; the caller runs the copies and then ends the transfer. Until then no block
+  // that they read is handed out.
+  Transfer swap_out(Id id);
+  Transfer swap_in(Id id);
+  void finish_transfer(int64_t transfer_id);
+  bool is_swapped_out(Id id) const { return at(id).swapped_out; }
+  // Whether the sequence could be swapped in and a batch compute all its tokens then, or one more where all
+  // are computed.
+  bool can_swap_in(Id id) const;
+
   PrefixCounts prefix_counts() const { return prefix_counts_; }
 
   PoolUsage usage() const;
@@ -107,10 +125,12 @@ class Sequences {
     std::vector<int64_t> token_ids = {};  // of the leading tokens, as far as they were given
     int64_t num_tokens = 0;
     int64_t num_computed_tokens = 0;
-    int64_t num_cached_tokens = 0;  // found in the prefix cache when the sequence was added
-    std::optional<BlockKey> root;   // of its prefixes; nullopt: they are not cached
-    BlockKey key = {};              // of its first num_keyed_blocks blocks
-    int64_t num_keyed_blocks = 0;   // leading blocks that the prefix cache knows
+    int64_t num_cached_tokens = 0;             // found in the prefix cache when the sequence was added
+    std::optional<BlockKey> root;              // of its prefixes; nullopt: they are not cached
+    BlockKey key = {};                         // of its first num_keyed_blocks blocks
+    int64_t num_keyed_blocks = 0;              // leading blocks that the prefix cache knows
+    bool swapped_out = false;                  // then `tables` are empty and these hold the computed tokens
+    std::vector<BlockTable> host_tables = {};  // [num_groups]
     int64_t open_batch = NO_BATCH;
     int64_t last_visit = 0;  // finds a sequence listed twice in one call
   };
@@ -129,15 +149,31 @@ class Sequences {
     std::vector<int64_t> query_lens;  // [ids]
     bool stale = false;               // one of its sequences was freed
   };
+  // A block of one pool with the content of a block of the other, as long as the versions are these.
+  struct Twin {
+    int32_t block = NO_BLOCK;
+    uint32_t version = 0, own_version = 0;
+  };
+  struct OpenTransfer {
+    BlockAllocator* source;
+    std::vector<int32_t> held;  // blocks of `source`
+  };
+  // Where the blocks of a swapped-out sequence come from when it is swapped in.
+  struct Arrival {
+    std::vector<std::vector<int32_t>> blocks;  // [num_groups][blocks] on the device already; NO_BLOCK: not
+    int64_t num_new = 0;                       // blocks to be copied
+    int64_t num_waiting = 0;                   // blocks on the device that nobody uses
+  };
   struct PrefixHit {
     int64_t num_tokens = 0;
     BlockKey key = {};                         // of the full blocks among them
     std::vector<std::vector<int32_t>> blocks;  // [num_groups][blocks of num_tokens]
   };
 
-  Sequence* find(Id id) const;                      // null: freed
-  Sequence& at(Id id) const;                        // throws std::invalid_argument if freed
-  Sequence& closed(Id id, const char* verb) const;  // throws std::invalid_argument while a batch is open
+  Sequence* find(Id id) const;  // null: freed
+  Sequence& at(Id id) const;    // throws std::invalid_argument if freed
+  // Throws std::invalid_argument while a batch is open or the sequence is swapped out.
+  Sequence& closed(Id id, const char* verb) const;
   Id insert(Sequence sequence);
   Sequence fork_of(const Sequence& parent) const;
   // With num_new_tokens = all that have no slot yet; throws std::invalid_argument for a freed or repeated
@@ -149,6 +185,13 @@ class Sequences {
   int64_t first_visible(int64_t group, int64_t query) const;
   void check_sequence(const Sequence& sequence) const;
 
+  std::vector<BlockTable> empty_tables(const std::shared_ptr<BlockAllocator>& allocator) const;
+  static int32_t twin_of(int32_t block, const std::vector<Twin>& twins, const BlockAllocator& pool,
+                         const BlockAllocator& other);
+  void link_twins(int32_t device_block, int32_t host_block);
+  Arrival plan_arrival(const Sequence& sequence) const;
+  Transfer open_transfer(BlockAllocator& source, std::vector<CopyPair> pairs);
+
   PrefixHit find_prefix(std::span<const int64_t> token_ids, const BlockKey& root) const;
   void adopt_prefix(Sequence& sequence);
   void cache_full_blocks(Sequence& sequence);
@@ -158,6 +201,10 @@ class Sequences {
   std::vector<int64_t> windows_;  // [num_groups]
   PrefixCache prefix_cache_;
   PrefixCounts prefix_counts_;
+  std::shared_ptr<BlockAllocator> host_allocator_;
+  std::vector<Twin> host_twins_, device_twins_;  // of the device's blocks, of the host's
+  std::unordered_map<int64_t, OpenTransfer> open_transfers_;
+  int64_t next_transfer_id_ = 0;
   std::vector<Slot> slots_;
   std::vector<int64_t> free_slots_;
   std::unordered_map<int64_t, OpenBatch> open_batches_;
