@@ -34,6 +34,8 @@ class BlockAllocator:
         """Take one block; OutOfMemoryError where none is free."""
     def allocate_many(self, n: int) -> list[int]:
         """Take n blocks, or none: OutOfMemoryError where fewer are free, ValueError where n is negative."""
+    def allocate_array(self, n: int) -> npt.NDArray[np.int32]:
+        """Take n blocks as `allocate_many` does, as an array."""
     def free(self, block: int) -> None:
         """Give up one reference; ValueError where the block is already free or outside the pool."""
     def free_many(self, blocks: Iterable[int] | npt.NDArray[np.integer]) -> None:
@@ -85,6 +87,8 @@ class Batch:
     @property
     def max_query_len(self) -> int: ...
     @property
+    def num_tokens(self) -> int: ...
+    @property
     def block_tables(self) -> npt.NDArray[np.int32]:
         """[num_groups, num_seqs, max_blocks], rows padded with -1."""
     @property
@@ -99,6 +103,23 @@ class Batch:
     @property
     def copies(self) -> npt.NDArray[np.int64]:
         """[num_pairs, 2], to be run before the batch is written."""
+
+class BatchBuffers:
+    """Arrays that `Sequences.open_batch` writes batches to; rows that have only grown are only added to."""
+
+    def __init__(self, num_groups: int, max_seqs: int, max_blocks: int, max_tokens: int) -> None: ...
+    @property
+    def block_tables(self) -> npt.NDArray[np.int32]:
+        """[num_groups, max_seqs, max_blocks]."""
+    @property
+    def context_lens(self) -> npt.NDArray[np.int32]:
+        """[max_seqs]."""
+    @property
+    def query_start_loc(self) -> npt.NDArray[np.int32]:
+        """[max_seqs + 1]."""
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]:
+        """[num_groups, max_tokens]."""
 
 class Sequences:
     """The sequences of one cache and the allocator they share, in terms of ids."""
@@ -129,6 +150,12 @@ class Sequences:
         """More known tokens."""
     def append_count(self, id: int, num_tokens: int) -> None:
         """More known tokens, unnamed."""
+    def append_each(
+        self,
+        ids: Iterable[int] | npt.NDArray[np.integer],
+        token_ids: Iterable[int] | npt.NDArray[np.integer] | None = None,
+    ) -> None:
+        """One more token for each, unnamed without ids."""
     def fork(self, id: int) -> int:
         """A sequence with the same tokens that shares every block."""
     def reorder(self, ids: Iterable[int], parents: Iterable[int] | npt.NDArray[np.integer]) -> None:
@@ -147,7 +174,10 @@ class Sequences:
     def blocks(self, id: int, group: int = 0) -> list[int]:
         """Physical ids in logical order."""
     def open_batch(
-        self, ids: Iterable[int], query_lens: Iterable[int] | npt.NDArray[np.integer] | None = None
+        self,
+        ids: Iterable[int],
+        query_lens: Iterable[int] | npt.NDArray[np.integer] | None = None,
+        buffers: BatchBuffers | None = None,
     ) -> Batch:
         """Take the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or nothing."""
     def commit(self, batch_id: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from pagedkv import _core
 
 if TYPE_CHECKING:
+    from pagedkv._buffers import BatchBuffers
     from pagedkv._swap import HostPool
     from pagedkv.cache import PagedKVCache
 
@@ -242,14 +243,25 @@ class Batch:
         max_query_len: the most rows of one sequence.
     """
 
-    def __init__(self, cache: PagedKVCache, sequences: tuple[Sequence, ...], arrays: _core.Batch) -> None:
-        """Move the arrays of an open batch to the cache's device."""
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        sequences: tuple[Sequence, ...],
+        arrays: _core.Batch,
+        buffers: BatchBuffers | None,
+    ) -> None:
+        """Move the arrays of an open batch to the cache's device, or find them in the buffers."""
         self.sequences = sequences
-        self._block_tables = cache._to_device(arrays.block_tables)  # [num_groups, num_seqs, max_blocks]
-        self.context_lens = cache._to_device(arrays.context_lens)
-        self.query_start_loc = cache._to_device(arrays.query_start_loc)
-        self._slot_mappings = cache._to_device(arrays.slot_mapping)  # [num_groups, num_tokens]
-        self.num_tokens: int = arrays.slot_mapping.shape[1]
+        self.num_tokens = arrays.num_tokens
+        if buffers is None:
+            # [num_groups, num_seqs, max_blocks] and [num_groups, num_tokens]
+            self._block_tables = cache._to_device(arrays.block_tables)
+            self._slot_mappings = cache._to_device(arrays.slot_mapping)
+            self.context_lens = cache._to_device(arrays.context_lens)
+            self.query_start_loc = cache._to_device(arrays.query_start_loc)
+        else:
+            tensors = buffers.tensors(len(sequences), arrays.num_tokens)
+            self._block_tables, self.context_lens, self.query_start_loc, self._slot_mappings = tensors
         self.max_query_len = arrays.max_query_len
         self._cache = cache
         self._batch_id = arrays.batch_id

@@ -14,14 +14,15 @@ import numpy.typing as npt
 import torch
 
 from pagedkv import _core, _pool, ops
+from pagedkv._buffers import BatchBuffers
 from pagedkv._capacity import Capacity
-from pagedkv._handles import Batch, Ints, Sequence, host_ints
+from pagedkv._handles import Batch, Ints, Sequence, host_ints, reusable_ints
 from pagedkv._layers import group_layers
 from pagedkv._prefix import Extra, prefix_root
 from pagedkv._stats import CacheStats, Observability
 from pagedkv._swap import HostPool
 
-__all__ = ["Batch", "CacheStats", "PagedKVCache", "Sequence"]
+__all__ = ["Batch", "BatchBuffers", "CacheStats", "PagedKVCache", "Sequence"]
 
 
 class PagedKVCache(Capacity, Observability):
@@ -197,7 +198,54 @@ class PagedKVCache(Capacity, Observability):
         """
         self._settled_core().reorder(self._ids(tuple(sequences)), host_ints(parents))
 
-    def batch(self, sequences: Iterable[Sequence], query_lens: Ints | None = None) -> Batch:
+    def append(self, sequences: Iterable[Sequence], token_ids: Ints | None = None) -> None:
+        """Append token_ids[i] to sequences[i], or a token without an id to each: a decode step in one call.
+
+        Args:
+            sequences: of this cache.
+            token_ids: `[num_seqs]`.
+
+        Raises:
+            ValueError: a sequence was freed or belongs to another cache; not one id a sequence.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
+        >>> seqs = [cache.add_sequence([1, 2]), cache.add_sequence([3])]
+        >>> cache.append(seqs, [7, 8]); [seq.token_ids for seq in seqs]
+        [[1, 2, 7], [3, 8]]
+        """
+        ids = self._ids(tuple(sequences))
+        self._settled_core().append_each(ids, None if token_ids is None else host_ints(token_ids))
+
+    def make_buffers(self, max_seqs: int, max_tokens: int, max_tokens_per_seq: int) -> BatchBuffers:
+        """Tensors for many batches, one after the other: fixed addresses, and only what changes is written.
+
+        Args:
+            max_seqs: sequences of a batch.
+            max_tokens: query tokens of a batch, all sequences together.
+            max_tokens_per_seq: context of a sequence.
+
+        Raises:
+            ValueError: a size below 1.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2)
+        >>> buffers = cache.make_buffers(max_seqs=2, max_tokens=8, max_tokens_per_seq=6)
+        >>> seq = cache.add_sequence(range(3)); cache.batch([seq], buffers=buffers).block_tables
+        tensor([[ 0,  1, -1]], dtype=torch.int32)
+        """
+        sizes = {"max_seqs": max_seqs, "max_tokens": max_tokens, "max_tokens_per_seq": max_tokens_per_seq}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        max_blocks = -(-max_tokens_per_seq // self.block_size)
+        return BatchBuffers(len(self._groups.windows), max_seqs, max_tokens, max_blocks, self.device)
+
+    def batch(
+        self,
+        sequences: Iterable[Sequence],
+        query_lens: Ints | None = None,
+        *,
+        buffers: BatchBuffers | None = None,
+    ) -> Batch:
         """Open a batch over the next uncomputed tokens of each sequence: take their blocks, all or nothing.
 
         Blocks that are shared with other sequences and written here are copied first.
@@ -205,11 +253,12 @@ class PagedKVCache(Capacity, Observability):
         Args:
             sequences: distinct sequences of this cache; none of them in an open batch.
             query_lens: `[num_seqs]`, how many of the uncomputed tokens each computes, 0 allowed; None: all.
+            buffers: from `make_buffers`: the batch's tensors are parts of them, until the next batch is.
 
         Raises:
             OutOfMemoryError: too few blocks are free; nothing was changed.
             ValueError: a sequence was freed, is listed twice, belongs to another cache, or is in a batch that
-                was neither committed nor abandoned; more tokens than are uncomputed.
+                was neither committed nor abandoned; more tokens than are uncomputed; buffers too small.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2)
         >>> a, b = cache.add_sequence([1, 2, 3]), cache.add_sequence([4])
@@ -217,21 +266,22 @@ class PagedKVCache(Capacity, Observability):
         [[0, 1], [2, -1]]
         """
         handles = tuple(sequences)
-        lens = None if query_lens is None else host_ints(query_lens)
+        lens = None if query_lens is None else reusable_ints(query_lens)
+        core_buffers = None if buffers is None else buffers._core
         core, ids = self._settled_core(), self._ids(handles)
         try:
-            arrays = core.open_batch(ids, lens)
+            arrays = core.open_batch(ids, lens, core_buffers)
         except _core.OutOfMemoryError:
             if self._host is None or not self._host.finish(wait=True):
                 raise
-            arrays = core.open_batch(ids, lens)
+            arrays = core.open_batch(ids, lens, core_buffers)
         if self._host is not None:
             self._host.wait_for_arrivals()
         if len(arrays.copies) > 0:
             # Should this fail, the sequences stay in a batch that nobody has: they can be freed, but not
             # read.
             ops.copy_blocks(self._key_tensors, self._value_tensors, torch.from_numpy(arrays.copies))
-        batch = Batch(self, handles, arrays)
+        batch = Batch(self, handles, arrays, buffers)
         self._open_batches[batch._batch_id] = batch
         return batch
 

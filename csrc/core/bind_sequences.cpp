@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -31,32 +32,62 @@ py::tuple to_tuple(const Transfer& transfer) {
 
 // An open batch as arrays.
 struct Batch {
-  int64_t batch_id, max_query_len;
+  int64_t batch_id, max_query_len, num_tokens;
   py::array_t<int32_t> block_tables, context_lens, query_start_loc;
   py::array_t<int64_t> slot_mapping, copies;
 };
 
-Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& query_lens) {
+// Arrays that batches are written to, one after the other.
+struct BatchBuffers {
+  py::array_t<int32_t> block_tables, context_lens, query_start_loc;
+  py::array_t<int64_t> slot_mapping;
+  BatchArrays arrays;
+};
+
+BatchBuffers make_buffers(int64_t num_groups, int64_t max_seqs, int64_t max_blocks, int64_t max_tokens) {
+  BatchBuffers buffers{.block_tables = py::array_t<int32_t>({num_groups, max_seqs, max_blocks}),
+                       .context_lens = py::array_t<int32_t>(max_seqs),
+                       .query_start_loc = py::array_t<int32_t>(max_seqs + 1),
+                       .slot_mapping = py::array_t<int64_t>({num_groups, max_tokens}),
+                       .arrays = {}};
+  buffers.arrays = {.num_groups = num_groups,
+                    .max_seqs = max_seqs,
+                    .max_blocks = max_blocks,
+                    .max_tokens = max_tokens,
+                    .block_tables = buffers.block_tables.mutable_data(),
+                    .context_lens = buffers.context_lens.mutable_data(),
+                    .query_start_loc = buffers.query_start_loc.mutable_data(),
+                    .slot_mapping = buffers.slot_mapping.mutable_data(),
+                    .rows = std::vector<BatchArrays::Row>(num_groups * max_seqs)};
+  std::fill_n(buffers.arrays.block_tables, buffers.block_tables.size(), NO_BLOCK);
+  return buffers;
+}
+
+BatchShape open_shape(Sequences& sequences, const py::object& ids, const py::object& query_lens) {
   const std::vector<int64_t> id_list = to_ints(ids, "ids");
-  BatchShape shape;
-  if (query_lens.is_none()) {
-    shape = sequences.open_batch(id_list, std::nullopt);
-  } else {
-    const std::vector<int64_t> lens = to_ints(query_lens, "query_lens");
-    shape = sequences.open_batch(id_list, lens);
-  }
+  if (query_lens.is_none()) return sequences.open_batch(id_list, std::nullopt);
+  const std::vector<int64_t> lens = to_ints(query_lens, "query_lens");
+  return sequences.open_batch(id_list, lens);
+}
+
+Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& query_lens,
+                 BatchBuffers* buffers) {
+  const BatchShape shape = open_shape(sequences, ids, query_lens);
   try {
-    Batch batch{.batch_id = shape.batch_id,
-                .max_query_len = shape.max_query_len,
-                .block_tables = py::array_t<int32_t>({shape.num_groups, shape.num_seqs, shape.max_blocks}),
-                .context_lens = py::array_t<int32_t>(shape.num_seqs),
-                .query_start_loc = py::array_t<int32_t>(shape.num_seqs + 1),
-                .slot_mapping = py::array_t<int64_t>({shape.num_groups, shape.num_tokens}),
-                .copies = {}};
-    sequences.fill_batch(shape, batch.block_tables.mutable_data(), batch.context_lens.mutable_data(),
-                         batch.query_start_loc.mutable_data(), batch.slot_mapping.mutable_data());
-    batch.copies = to_mapping(sequences.take_pending_copies(shape.batch_id));
-    return batch;
+    std::optional<BatchBuffers> own;
+    if (buffers == nullptr) {
+      own = make_buffers(shape.num_groups, shape.num_seqs, shape.max_blocks, shape.num_tokens);
+      buffers = &*own;
+    }
+    sequences.fill_batch(shape, buffers->arrays);
+    return {.batch_id = shape.batch_id,
+            .max_query_len = shape.max_query_len,
+            .num_tokens = shape.num_tokens,
+            .block_tables = buffers->block_tables,
+            .context_lens = buffers->context_lens,
+            .query_start_loc = buffers->query_start_loc,
+            .slot_mapping = buffers->slot_mapping,
+            .copies = to_mapping(sequences.take_pending_copies(shape.batch_id))};
   } catch (...) {
     sequences.abandon(shape.batch_id);
     throw;
@@ -148,12 +179,29 @@ void bind_sequences(py::module_& module) {
                     "A batch that was opened: what `Sequences.open_batch` returns, as numpy arrays.")
       .def_readonly("batch_id", &Batch::batch_id)
       .def_readonly("max_query_len", &Batch::max_query_len)
+      .def_readonly("num_tokens", &Batch::num_tokens)
       .def_readonly("block_tables", &Batch::block_tables,
                     "[num_groups, num_seqs, max_blocks] int32, rows padded with -1.")
       .def_readonly("context_lens", &Batch::context_lens, "[num_seqs] int32.")
       .def_readonly("query_start_loc", &Batch::query_start_loc, "[num_seqs + 1] int32.")
       .def_readonly("slot_mapping", &Batch::slot_mapping, "[num_groups, num_tokens] int64.")
       .def_readonly("copies", &Batch::copies, "[num_pairs, 2] int64, to be run before the batch is written.");
+
+  py::class_<BatchBuffers>(module, "BatchBuffers", R"doc(
+Arrays that `Sequences.open_batch` writes batches to, one after the other, so that a row is written anew only where its
+table has changed otherwise than by new blocks at its end.
+
+>>> sequences = Sequences(num_blocks=8, block_size=4); first = sequences.add([11, 12, 13])
+>>> buffers = BatchBuffers(num_groups=1, max_seqs=2, max_blocks=3, max_tokens=4)
+>>> sequences.open_batch([first], buffers=buffers).block_tables.tolist()
+[[[0, -1, -1], [-1, -1, -1]]]
+)doc")
+      .def(py::init(&make_buffers), py::arg("num_groups"), py::arg("max_seqs"), py::arg("max_blocks"),
+           py::arg("max_tokens"))
+      .def_readonly("block_tables", &BatchBuffers::block_tables, "[num_groups, max_seqs, max_blocks] int32.")
+      .def_readonly("context_lens", &BatchBuffers::context_lens, "[max_seqs] int32.")
+      .def_readonly("query_start_loc", &BatchBuffers::query_start_loc, "[max_seqs + 1] int32.")
+      .def_readonly("slot_mapping", &BatchBuffers::slot_mapping, "[num_groups, max_tokens] int64.");
 
   py::class_<Sequences> sequences(module, "Sequences", R"doc(
 The sequences of one cache and the allocator they share: what `PagedKVCache` is built on, in terms of ids.
@@ -188,6 +236,13 @@ windows has an entry for each group of layers: how many keys a query sees, 0 for
           py::arg("id"), py::arg("token_ids"), "More known tokens.")
       .def("append_count", py::overload_cast<int64_t, int64_t>(&Sequences::append), py::arg("id"),
            py::arg("num_tokens"), "More known tokens, unnamed.")
+      .def(
+          "append_each",
+          [](Sequences& self, const py::object& ids, const py::object& token_ids) {
+            self.append_each(to_ints(ids, "ids"),
+                             token_ids.is_none() ? std::vector<int64_t>() : to_ints(token_ids, "token_ids"));
+          },
+          py::arg("ids"), py::arg("token_ids") = py::none(), "One more token for each, unnamed without ids.")
       .def("fork", &Sequences::fork, py::arg("id"),
            "A sequence with the same tokens that shares every block.")
       .def(
@@ -208,10 +263,12 @@ windows has an entry for each group of layers: how many keys a query sees, 0 for
            "Ids of the leading tokens, as far as they were given.")
       .def("blocks", &Sequences::blocks, py::arg("id"), py::arg("group") = 0,
            "Physical ids in logical order.")
-      .def("open_batch", &open_batch, py::arg("ids"), py::arg("query_lens") = py::none(),
-           "Takes the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or "
-           "nothing. The caller "
-           "runs the copies.")
+      .def(
+          "open_batch", &open_batch, py::arg("ids"), py::arg("query_lens") = py::none(),
+          py::arg("buffers") = nullptr,
+          "Takes the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or nothing. "
+          "The caller runs the copies. With buffers the arrays are theirs, and ValueError where they are too "
+          "small.")
       .def("commit", &Sequences::commit, py::arg("batch_id"), "Counts the batch's tokens as computed.")
       .def("abandon", &Sequences::abandon, py::arg("batch_id"), "Gives back the blocks that the batch took.")
       .def(

@@ -90,6 +90,9 @@ class BlockAllocator {
   // The only owner of `block` is about to write to it: it is cached no longer.
   void begin_write(int32_t block) noexcept;
 
+  // A number that no table of this pool had as its revision before.
+  int64_t new_revision() { return ++last_revision_; }
+
   // `on_uncached` is called for each cached block that ceases to be; it must not throw.
   void set_uncached_handler(std::function<void(int32_t)> on_uncached) {
     on_uncached_ = std::move(on_uncached);
@@ -126,6 +129,7 @@ class BlockAllocator {
 
   int64_t num_blocks_, block_size_;
   int64_t peak_used_ = 0;
+  int64_t last_revision_ = 0;
   std::vector<BlockState> states_;  // ids from states_.size() on were never handed out
   std::vector<int32_t>
       free_stack_;  // handed out before and free again; its capacity covers states_: release() cannot fail

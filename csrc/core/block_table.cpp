@@ -25,7 +25,8 @@ std::shared_ptr<BlockAllocator> allocator_or_private(std::optional<int64_t> bloc
 }  // namespace
 
 BlockTable::BlockTable(std::optional<int64_t> block_size, std::shared_ptr<BlockAllocator> allocator)
-    : allocator_(allocator_or_private(block_size, std::move(allocator))) {}
+    : allocator_(allocator_or_private(block_size, std::move(allocator))),
+      revision_(allocator_->new_revision()) {}
 
 BlockTable::~BlockTable() {
   if (blocks_.empty()) return;  // a table that was moved from has no allocator either
@@ -78,6 +79,7 @@ void BlockTable::grow(int64_t num_new_tokens) {
     copy_destinations_.reserve(copy_destinations_.size() + 1);
     blocks_.back() = allocator_->copy_on_write(shared);
     copy_destinations_.push_back(blocks_.back());
+    revision_ = allocator_->new_revision();
   } else if (num_tokens_ % block_size() != 0) {
     allocator_->begin_write(blocks_.back());
   }
@@ -126,6 +128,7 @@ std::vector<CopyPair> BlockTable::take_pending_copies() {
 
 void BlockTable::adopt(std::span<const int32_t> blocks, int64_t num_tokens) {
   blocks_.assign(blocks.begin(), blocks.end());
+  revision_ = allocator_->new_revision();
   num_tokens_ = num_tokens;
   while (num_released_ < num_blocks() && blocks_[num_released_] == NO_BLOCK) ++num_released_;
   for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->acquire(blocks_[i]);
@@ -133,6 +136,7 @@ void BlockTable::adopt(std::span<const int32_t> blocks, int64_t num_tokens) {
 
 void BlockTable::replace(int64_t logical_block, int32_t block) noexcept {
   allocator_->acquire(block);
+  revision_ = allocator_->new_revision();
   const int32_t old = std::exchange(blocks_[logical_block], block);
   allocator_->release(old);
   std::erase(copy_destinations_, old);
@@ -140,13 +144,15 @@ void BlockTable::replace(int64_t logical_block, int32_t block) noexcept {
 
 void BlockTable::release_before(int64_t token) noexcept {
   const int64_t end = std::min(token / block_size(), num_blocks());
+  if (end <= num_released_) return;
+  revision_ = allocator_->new_revision();
   // Like truncate, the later block goes back before the earlier one.
   for (int64_t i = end - 1; i >= num_released_; --i) {
     const int32_t block = std::exchange(blocks_[i], NO_BLOCK);
     allocator_->release(block);
     std::erase(copy_destinations_, block);
   }
-  num_released_ = std::max(num_released_, end);
+  num_released_ = end;
 }
 
 void BlockTable::truncate(int64_t num_tokens) {
@@ -164,6 +170,7 @@ void BlockTable::truncate(int64_t num_tokens) {
       for (const int64_t block : dropped) std::erase(copy_destinations_, static_cast<int32_t>(block));
     }
     blocks_.resize(num_kept);
+    revision_ = allocator_->new_revision();
     num_released_ = std::min(num_released_, num_kept);
   }
   num_tokens_ = num_tokens;

@@ -28,6 +28,8 @@ class BlockTable {
   int64_t block_size() const { return allocator_->block_size(); }
   const std::vector<int32_t>& blocks() const { return blocks_; }  // [num_blocks] physical ids
   int32_t physical_block(int64_t logical_block) const;
+  // Two tables with one revision, or one table at two times, differ in the blocks at the end at most.
+  int64_t revision() const { return revision_; }
 
   // Blocks that num_new_tokens more tokens add to the table, the copy of a shared tail not counted.
   int64_t num_new_blocks(int64_t num_new_tokens) const;
@@ -57,6 +59,7 @@ class BlockTable {
   std::shared_ptr<BlockAllocator> allocator_;
   std::vector<int32_t> blocks_;  // [ceil(num_tokens / block_size)]
   int64_t num_tokens_ = 0;
+  int64_t revision_;
   int64_t num_released_ = 0;  // leading blocks that are NO_BLOCK
   // Blocks of this table that may wait for a copy into them. A fork inherits the list, and whichever table
   // asks first takes the pair: the allocator knows which are still due.

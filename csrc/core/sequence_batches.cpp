@@ -13,6 +13,12 @@ namespace {
 // The arrays of a batch are int32, except slot_mapping.
 constexpr int64_t MAX_TOKENS = std::numeric_limits<int32_t>::max();
 
+void require_room(const char* what, int64_t needed, int64_t room) {
+  if (needed <= room) return;
+  throw std::invalid_argument("the batch has " + std::to_string(needed) + " " + what +
+                              ", but its buffers hold " + std::to_string(room));
+}
+
 }  // namespace
 
 std::vector<Sequences::Member> Sequences::distinct_members(std::span<const Id> ids) {
@@ -113,24 +119,31 @@ BatchShape Sequences::open_batch(std::span<const Id> ids,
   return shape;
 }
 
-void Sequences::fill_batch(const BatchShape& shape, int32_t* block_tables, int32_t* context_lens,
-                           int32_t* query_start_loc, int64_t* slot_mapping) const {
+void Sequences::fill_batch(const BatchShape& shape, BatchArrays& arrays) const {
+  require_room("sequences", shape.num_seqs, arrays.max_seqs);
+  require_room("blocks of a sequence", shape.max_blocks, arrays.max_blocks);
+  require_room("tokens", shape.num_tokens, arrays.max_tokens);
   const OpenBatch& batch = open_batches_.at(shape.batch_id);
   int64_t num_query_tokens = 0;
-  query_start_loc[0] = 0;
+  arrays.query_start_loc[0] = 0;
   for (size_t seq_idx = 0; seq_idx < batch.ids.size(); ++seq_idx) {
     const std::vector<BlockTable>& tables = at(batch.ids[seq_idx]).tables;
     const int64_t query_len = batch.query_lens[seq_idx], context_len = tables[0].num_tokens();
     for (int64_t group = 0; group < shape.num_groups; ++group) {
-      const std::vector<int32_t>& blocks = tables[group].blocks();
-      int32_t* row = block_tables + (group * shape.num_seqs + seq_idx) * shape.max_blocks;
-      std::fill(std::copy(blocks.begin(), blocks.end(), row), row + shape.max_blocks, NO_BLOCK);
-      int64_t* slots = slot_mapping + group * shape.num_tokens + num_query_tokens;
-      tables[group].write_slots(context_len - query_len, context_len, slots);
+      const BlockTable& table = tables[group];
+      const int64_t row_idx = group * arrays.max_seqs + static_cast<int64_t>(seq_idx);
+      auto& [revision, num_blocks] = arrays.rows[row_idx];
+      if (revision != table.revision()) num_blocks = 0;
+      revision = table.revision();
+      std::copy(table.blocks().begin() + num_blocks, table.blocks().end(),
+                arrays.block_tables + row_idx * arrays.max_blocks + num_blocks);
+      num_blocks = table.num_blocks();
+      table.write_slots(context_len - query_len, context_len,
+                        arrays.slot_mapping + group * arrays.max_tokens + num_query_tokens);
     }
-    context_lens[seq_idx] = static_cast<int32_t>(context_len);
+    arrays.context_lens[seq_idx] = static_cast<int32_t>(context_len);
     num_query_tokens += query_len;
-    query_start_loc[seq_idx + 1] = static_cast<int32_t>(num_query_tokens);
+    arrays.query_start_loc[seq_idx + 1] = static_cast<int32_t>(num_query_tokens);
   }
 }
 

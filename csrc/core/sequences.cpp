@@ -98,6 +98,18 @@ void Sequences::append(Id id, int64_t num_tokens) {
   sequence.num_tokens += num_tokens;
 }
 
+void Sequences::append_each(std::span<const Id> ids, std::span<const int64_t> token_ids) {
+  if (!token_ids.empty()) require_same_length(ids.size(), token_ids.size(), "token_ids");
+  for (const Id id : ids) require_sum(at(id).num_tokens, 1);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (token_ids.empty()) {
+      append(ids[i], 1);
+    } else {
+      append(ids[i], token_ids.subspan(i, 1));
+    }
+  }
+}
+
 std::vector<BlockTable> Sequences::empty_tables(const std::shared_ptr<BlockAllocator>& allocator) const {
   std::vector<BlockTable> tables;
   tables.reserve(windows_.size());

@@ -26,6 +26,20 @@ struct BatchShape {
   int64_t num_groups = 0, num_seqs = 0, max_blocks = 0, num_tokens = 0, max_query_len = 0;
 };
 
+// Where a batch is written to. The rows of a table that has grown since the last batch are only added to.
+struct BatchArrays {
+  struct Row {
+    int64_t revision = -1, num_blocks = 0;
+  };
+
+  int64_t num_groups, max_seqs, max_blocks, max_tokens;
+  int32_t* block_tables;     // [num_groups, max_seqs, max_blocks]
+  int32_t* context_lens;     // [max_seqs]
+  int32_t* query_start_loc;  // [max_seqs + 1]
+  int64_t* slot_mapping;     // [num_groups, max_tokens]
+  std::vector<Row> rows;     // [num_groups * max_seqs] what block_tables holds
+};
+
 // Who uses each block of the pool.
 struct PoolUsage {
   std::vector<int32_t> owners;  // [num_blocks] tables that map the block
@@ -63,6 +77,8 @@ class Sequences {
   Id add(std::vector<int64_t> token_ids, int64_t num_tokens, const std::optional<BlockKey>& root);
   void append(Id id, std::span<const int64_t> token_ids);
   void append(Id id, int64_t num_tokens);
+  // token_ids[i] onto ids[i], or with no token_ids an unnamed token each.
+  void append_each(std::span<const Id> ids, std::span<const int64_t> token_ids);
   Id fork(Id id);
   // ids[i] becomes what ids[parents[i]] was.
   void reorder(std::span<const Id> ids, std::span<const int64_t> parents);
@@ -81,10 +97,9 @@ class Sequences {
   // Takes the blocks for the next query_lens[i] uncomputed tokens of ids[i] (nullopt: all of them), all or
   // nothing, and gives back those behind a window.
   BatchShape open_batch(std::span<const Id> ids, std::optional<std::span<const int64_t>> query_lens);
-  // block_tables [num_groups, num_seqs, max_blocks] padded with -1, context_lens [num_seqs], query_start_loc
-  // [num_seqs + 1], slot_mapping [num_groups, num_tokens].
-  void fill_batch(const BatchShape& shape, int32_t* block_tables, int32_t* context_lens,
-                  int32_t* query_start_loc, int64_t* slot_mapping) const;
+  // Throws std::invalid_argument where the arrays are too small. Entries behind a row's blocks are left
+  // alone.
+  void fill_batch(const BatchShape& shape, BatchArrays& arrays) const;
   // The copies due before the batch is written; the caller has to run them.
   std::vector<CopyPair> take_pending_copies(int64_t batch_id);
   // From here on the blocks that the batch filled can be found by their tokens.
