@@ -6,6 +6,7 @@ may share a cache as long as no two of them work on one batch at the same time.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -133,6 +134,7 @@ class PagedKVCache(Capacity, Observability):
             tensors = [*self._key_tensors, *self._value_tensors]
             self._host = HostPool(self._core, tensors, num_host_blocks, self.device)
         self._open_batches: dict[int, Batch] = {}
+        self._lock = threading.RLock()
         self.prefix_caching = prefix_caching
         self._plain_root = prefix_root(None, None, block_size)
 
@@ -403,20 +405,23 @@ class PagedKVCache(Capacity, Observability):
     def _settled_core(self) -> _core.Sequences:
         """The C++ core, once it has heard of every batch whose last layer was attended."""
         if self._open_batches:
-            for batch in list(self._open_batches.values()):
-                if batch._state == "open" and batch._all_attended():
-                    self._close(batch, "committed")
+            # Without the lock a thread could go on while another one is about to commit its batch.
+            with self._lock:
+                for batch in list(self._open_batches.values()):
+                    if batch._state == "open" and batch._all_attended():
+                        self._close(batch, "committed")
         if self._host is not None:
             self._host.finish()
         return self._core
 
     def _close(self, batch: Batch, state: str) -> None:
-        if state == "committed":
-            self._core.commit(batch._batch_id)
-        else:
-            self._core.abandon(batch._batch_id)
-        batch._state = state
-        del self._open_batches[batch._batch_id]
+        with self._lock:
+            if state == "committed":
+                self._core.commit(batch._batch_id)
+            else:
+                self._core.abandon(batch._batch_id)
+            batch._state = state
+            del self._open_batches[batch._batch_id]
 
     def _require_mine(self, batch: Batch) -> None:
         if batch._cache is not self:
