@@ -1,4 +1,5 @@
-// Table of contents: the two entry points of every operator. csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu define them.
+// Table of contents: the two entry points of every operator. csrc/cpu/<op>.cpp and csrc/cuda/<op>.cu define
+// them.
 #pragma once
 
 #include "params.h"

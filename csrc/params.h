@@ -1,6 +1,6 @@
 // One plain struct per operator: everything a back-end needs, checked by csrc/bindings and free of torch.
-// Shapes stand in brackets after each pointer. Strides are in elements, and the last dimension of every tensor is
-// contiguous. "null" says what a missing pointer means; a pointer without it is never null.
+// Shapes stand in brackets after each pointer. Strides are in elements, and the last dimension of every
+// tensor is contiguous. "null" says what a missing pointer means; a pointer without it is never null.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ enum class DType : int8_t { float16, bfloat16, float32, float8_e4m3fn, float8_e5
 
 inline constexpr int64_t NO_WINDOW = std::numeric_limits<int64_t>::max();
 
-// out[t, h] = softmax(mask(softcap(query[t, h] . K * softmax_scale) + alibi), sink) V over the pages of t's sequence.
+// out[t, h] = softmax(mask(softcap(query[t, h] . K * softmax_scale) + alibi), sink) V over the pages of t's
+// sequence.
 struct PagedAttentionParams {
   const void* query;               // [num_tokens, num_heads, head_dim] query_dtype
   const void* key_cache;           // [num_blocks, block_size, num_kv_heads, head_dim] cache_dtype
@@ -76,8 +77,8 @@ struct RopeAndCacheParams {
   bool interleaved;  // pairs (2i, 2i + 1) are rotated; otherwise (i, i + rotary_dim / 2)
 };
 
-// Where the bytes of one block of a cache lie: base + block * block_stride_bytes, as outer_rows x inner_rows rows of
-// row_bytes. A block that is dense in memory, in whatever order of its axes, is a single row.
+// Where the bytes of one block of a cache lie: base + block * block_stride_bytes, as outer_rows x inner_rows
+// rows of row_bytes. A block that is dense in memory, in whatever order of its axes, is a single row.
 struct BlockLayout {
   char* base;
   int64_t num_blocks, block_stride_bytes;
@@ -90,19 +91,23 @@ struct BlockPair {
   int64_t source, destination;
 };
 
-// For every cache c and pair p: block pairs[p].destination of destinations[c] = block pairs[p].source of sources[c], byte
-// for byte, with every source read as it was before the call. copy_blocks and swap_blocks both take it.
+// For every cache c and pair p: block pairs[p].destination of destinations[c] = block pairs[p].source of
+// sources[c], byte for byte, with every source read as it was before the call. copy_blocks and swap_blocks
+// both take it.
 struct CopyBlocksParams {
   const BlockLayout* sources;       // [num_caches] on the host
   const BlockLayout* destinations;  // [num_caches] on the host, rows as in sources
   const BlockPair* pairs;           // [num_pairs] on the host, no destination twice
   int64_t num_caches, num_pairs;
-  int64_t num_staged;  // the first num_staged pairs read blocks that other pairs write: their sources go through staging
-  bool cross_device;   // one side is host memory or another device: the bytes go by cudaMemcpyAsync
-  char* const* staging;  // [num_caches] on the host, each [num_staged, bytes of its block] beside sources; null without any
+  int64_t num_staged;    // the first num_staged pairs read blocks that other pairs write: their sources go
+                         // through staging
+  bool cross_device;     // one side is host memory or another device: the bytes go by cudaMemcpyAsync
+  char* const* staging;  // [num_caches] on the host, each [num_staged, bytes of its block] beside sources;
+                         // null without any
 };
 
-// key[i], value[i] = dequantised cache rows of every sequence's tokens kv_start .. context_len, one sequence after another.
+// key[i], value[i] = dequantised cache rows of every sequence's tokens kv_start .. context_len, one sequence
+// after another.
 struct GatherKvParams {
   const void* key_cache;        // [num_blocks, block_size, num_kv_heads, head_dim] cache_dtype
   const void* value_cache;      // [num_blocks, block_size, num_kv_heads, value_head_dim] cache_dtype

@@ -1,5 +1,6 @@
 """Paged KV cache and paged attention for PyTorch, on CPU and CUDA."""
 
+from pagedkv import _loader as _loader  # first: where pagedkv is not built it says so
 from pagedkv._core import BlockAllocator, BlockTable, OutOfMemoryError
 from pagedkv.cache import PagedKVCache
 from pagedkv.ops import (

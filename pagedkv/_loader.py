@@ -8,18 +8,18 @@ try:
     from pagedkv import _build_info
 except ImportError as error:
     raise ImportError(
-        "pagedkv is not built. In the repository run `pip install --no-build-isolation -e .` (a C++20 compiler and an "
-        "installed torch are all it needs)"
+        "pagedkv is not built. In the repository run `pip install --no-build-isolation -e .` "
+        "(a C++20 compiler and an installed torch are all it needs)"
     ) from error
 
 if torch.__version__ != _build_info.TORCH_VERSION:
     raise ImportError(
-        f"pagedkv was built for torch {_build_info.TORCH_VERSION}, but this is torch {torch.__version__}: compiled "
-        "operators fit one version only. Reinstall it: `pip install --no-build-isolation --force-reinstall --no-deps "
-        "<the pagedkv source>`"
+        f"pagedkv was built for torch {_build_info.TORCH_VERSION}, but this is torch {torch.__version__}: "
+        "compiled operators fit one version only. Reinstall it: "
+        "`pip install --no-build-isolation --force-reinstall --no-deps <the pagedkv source>`"
     )
 
-from pagedkv import _C  # type: ignore[attr-defined]  # noqa: E402, F401
+from pagedkv import _C  # type: ignore[attr-defined]  # noqa: F401
 
 _OPS = (
     "copy_blocks",
@@ -40,4 +40,5 @@ def explain_missing_cuda(op: str) -> str:
     """What to answer when `op` is called on CUDA tensors and has no CUDA kernel in this build."""
     if _build_info.CUDA_VERSION is None:
         return f"{op}: pagedkv was built without CUDA: {_build_info.CUDA_REASON}"
-    return f"{op} has no CUDA kernel yet; it runs on CPU tensors (operators with one: {', '.join(sorted(CUDA_OPS))})"
+    have_one = ", ".join(sorted(CUDA_OPS))
+    return f"{op} has no CUDA kernel yet; it runs on CPU tensors (operators with one: {have_one})"

@@ -1,11 +1,11 @@
-"""The operators: typed wrappers around `torch.ops.pagedkv.*`, and their fake (meta) implementations.
+"""The operators: typed wrappers around `torch.ops.pagedkv.*`.
 
-A wrapper only normalises its arguments (allocates `out`, unbatches, sorts a scale into a float or a tensor); every check
-of a real call is made in C++, once, in csrc/bindings. The fakes repeat the checks of shapes and dtypes, so that tracing
-fails where the call would.
+A wrapper only normalises its arguments (allocates `out`, unbatches, sorts a scale into a float or a tensor);
+every check of a real call is made in C++, once, in csrc/bindings. Their fake (meta) implementations are in
+`_fakes.py`.
 
-Words: a *block* is a page of the KV cache; `block_tables` maps a sequence's logical blocks to physical ones; a *slot* is
-`physical_block * block_size + offset`.
+Words: a *block* is a page of the KV cache; `block_tables` maps a sequence's logical blocks to physical ones;
+a *slot* is `physical_block * block_size + offset`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pagedkv import _loader
+from pagedkv._fakes import check_dims
 
 __all__ = [
     "copy_blocks",
@@ -35,17 +36,13 @@ BlockMapping: TypeAlias = "Tensor | Sequence[tuple[int, int]]"
 
 _library = torch.ops.pagedkv
 
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_QUANTISED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_CACHE_DTYPES = _FLOAT_DTYPES + _QUANTISED_DTYPES
-
 
 def set_debug(on: bool) -> None:
     """Turn the checks of indices on CUDA tensors on or off.
 
-    On the CPU a block id outside the pool, a context longer than its table and a slot outside the cache are always an
-    IndexError. On CUDA such indices stay on the device, where they are masked or skipped; with debug on, every call
-    copies them to the host and raises the same errors.
+    On the CPU a block id outside the pool, a context longer than its table and a slot outside the cache are
+    always an IndexError. On CUDA such indices stay on the device, where they are masked or skipped; with
+    debug on, every call copies them to the host and raises the same errors.
 
     Args:
         on: whether to check.
@@ -80,57 +77,66 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from ragged queries to keys and values that lie in the blocks of a paged cache.
 
-    Query `i` of a sequence with `q_len` queries stands at position `context_len - q_len + i` and sees the keys up to its
-    own (bottom-right causal). With q_len 2, context_len 5 and window 3 (x: visible)::
+    Query `i` of a sequence with `q_len` queries stands at position `context_len - q_len + i` and sees the
+    keys up to its own (bottom-right causal). With q_len 2, context_len 5 and window 3 (x: visible)::
 
               key 0 1 2 3 4
         query 0   . x x x .
         query 1   . . x x x
 
-    The score is `q.k * softmax_scale`, then softcap, then ALiBi, then the mask, then a softmax with the sink in its
-    denominator; accumulated in float32. Decode, prefill, chunked prefill and batches that mix them are one call.
+    The score is `q.k * softmax_scale`, then softcap, then ALiBi, then the mask, then a softmax with the sink
+    in its denominator; accumulated in float32. Decode, prefill, chunked prefill and batches that mix them are
+    one call.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]` float16, bfloat16 or float32, or `[num_heads, head_dim]` for one
-            token of one sequence. head_dim is a multiple of 8 from 8 to 256. Strided views are taken as they are.
-        block_tables: `[num_seqs, max_blocks_per_seq]` int32 (unbatched: `[n]`). Entries that no visible key needs may
-            hold anything.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, the query's dtype, float8_e4m3fn, float8_e5m2 or
-            int8. Any strides with a contiguous last dimension.
+        query: `[num_tokens, num_heads, head_dim]` float16, bfloat16 or float32, or `[num_heads, head_dim]`
+            for one token of one sequence. head_dim is a multiple of 8 from 8 to 256. Strided views are taken
+            as they are.
+        block_tables: `[num_seqs, max_blocks_per_seq]` int32 (unbatched: `[n]`). Entries that no visible key
+            needs may hold anything.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, the query's dtype, float8_e4m3fn,
+            float8_e5m2 or int8. Any strides with a contiguous last dimension.
         value_cache: the same with a head_dim of its own.
         context_lens: `[num_seqs]` int32 tokens in the cache, those of this call included (unbatched: an int).
-        query_start_loc: `[num_seqs + 1]` int32, first query token of each sequence, starting at 0 (FlashAttention's
-            cu_seqlens_q). None: one query token per sequence. Rows past its last entry are padding: 0, lse -inf.
+        query_start_loc: `[num_seqs + 1]` int32, first query token of each sequence, starting at 0
+            (FlashAttention's cu_seqlens_q). None: one query token per sequence. Rows past its last entry are
+            padding: 0, lse -inf.
         max_query_len: an upper bound of the query lengths, known to the host. None: num_tokens.
         softmax_scale: multiplies q.k. None: `head_dim ** -0.5`.
         causal: False lets every query see all keys.
         window: each query sees the `window` most recent keys, itself included; with `causal=False` those with
             `|key - query| < window`. None: all.
         softcap: `softcap * tanh(score / softcap)`; 0 is off (Gemma 2).
-        alibi_slopes: `[num_heads]` float32; adds `slope * (key_position - query_position)` (Press et al. 2021).
+        alibi_slopes: `[num_heads]` float32; adds `slope * (key_position - query_position)` (Press et al.
+            2021).
         sinks: `[num_heads]` float32; one more logit per head in the denominator (gpt-oss; Xiao et al. 2023).
-        k_scale: key = stored * k_scale, a float or `[num_kv_heads]` float32; for quantised caches (int8 needs it).
+        k_scale: key = stored * k_scale, a float or `[num_kv_heads]` float32; for quantised caches (int8 needs
+            it).
         v_scale: the same for values.
         kv_starts: `[num_seqs]` int32; keys before it are not seen (left padding).
-        tree_mask: `[num_tokens, max_tree]` bool, True = visible, over the last `max_tree` keys of the sequence (the last
-            column is the last key); replaces causality among them. For speculative trees.
-        split_size: cut the keys at 0, N, 2N, ..., so that a row's result is bit-identical alone and in any batch, in
-            decode and in prefill. None: cut for speed.
+        tree_mask: `[num_tokens, max_tree]` bool, True = visible, over the last `max_tree` keys of the
+            sequence (the last column is the last key); replaces causality among them. For speculative trees.
+        split_size: cut the keys at 0, N, 2N, ..., so that a row's result is bit-identical alone and in any
+            batch, in decode and in prefill. None: cut for speed.
         return_lse: also return the log-sum-exp.
         out: `[num_tokens, num_heads, value_head_dim]` to write into.
 
     Returns:
-        `[num_tokens, num_heads, value_head_dim]` in the query's dtype; with `return_lse` also the natural log-sum-exp
-        `[num_tokens, num_heads]` float32, the sink included. A row that sees no key is 0 with lse -inf (or the sink).
+        `[num_tokens, num_heads, value_head_dim]` in the query's dtype; with `return_lse` also the natural
+        log-sum-exp `[num_tokens, num_heads]` float32, the sink included. A row that sees no key is 0 with lse
+        -inf (or the sink).
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: a shape, stride, device or option is not supported; `window` or `split_size` below 1, `softcap` below
-            0, a scale on a float cache, `tree_mask` with `causal=False`, a `query_start_loc` that falls or ends late.
-        IndexError: on the CPU (or with `set_debug`), a needed block outside the pool or a context longer than its table.
+        ValueError: a shape, stride, device or option is not supported; `window` or `split_size` below 1,
+            `softcap` below 0, a scale on a float cache, `tree_mask` with `causal=False`, a `query_start_loc`
+            that falls or ends late.
+        IndexError: on the CPU (or with `set_debug`), a needed block outside the pool or a context longer than
+            its table.
         RuntimeError: an input requires grad in grad mode.
 
-    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", 4.1.
+    Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", 4.1.
 
     >>> query, cache = torch.zeros(1, 2, 8), torch.ones(4, 16, 1, 8)
     >>> tables, lens = torch.tensor([[3]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32)
@@ -145,8 +151,8 @@ def paged_attention(
         context_lens = torch.full((1,), context_lens, dtype=torch.int32, device=query.device)
     elif unbatched and context_lens.dim() == 0:
         context_lens = context_lens.unsqueeze(0)
-    _check_dims(query, "query", "[num_tokens, num_heads, head_dim]")
-    _check_dims(value_cache, "value_cache", "[num_blocks, block_size, num_kv_heads, head_dim]")
+    check_dims(query, "query", "[num_tokens, num_heads, head_dim]")
+    check_dims(value_cache, "value_cache", "[num_blocks, block_size, num_kv_heads, head_dim]")
     num_tokens, num_heads, head_dim = query.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_cache.shape[3])
@@ -196,21 +202,25 @@ def reshape_and_cache(
 ) -> None:
     """Write rows of new keys and values into their slots of the cache, in place.
 
-    `stored = value / scale`, rounded to nearest even. float8 caches saturate at their largest finite value (infinity
-    too) and keep NaN; int8 is clamped to +-127 and NaN becomes 0. Every back-end writes the same bytes.
+    `stored = value / scale`, rounded to nearest even. float8 caches saturate at their largest finite value
+    (infinity too) and keep NaN; int8 is clamped to +-127 and NaN becomes 0. Every back-end writes the same
+    bytes.
 
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]` float16, bfloat16 or float32; any head_dim.
         value: the same with a head_dim of its own.
-        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, the key's dtype, float8_e4m3fn, float8_e5m2 or int8.
+        key_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, the key's dtype, float8_e4m3fn,
+            float8_e5m2 or int8.
         value_cache: the same with the value's head_dim.
-        slot_mapping: `[n]` int64 with n <= num_tokens: row i goes to slot `slot_mapping[i]`; a negative slot is skipped,
-            rows past n are not written. Of rows that name the same slot one whole row ends there.
-        k_scale: a float or `[num_kv_heads]` float32, for quantised caches (int8 needs it; float8 defaults to 1).
+        slot_mapping: `[n]` int64 with n <= num_tokens: row i goes to slot `slot_mapping[i]`; a negative slot
+            is skipped, rows past n are not written. Of rows that name the same slot one whole row ends there.
+        k_scale: a float or `[num_kv_heads]` float32, for quantised caches (int8 needs it; float8 defaults to
+            1).
         v_scale: the same for values.
 
     Raises:
-        TypeError, ValueError: before anything is written, where a dtype, shape, stride, device or scale does not fit.
+        TypeError, ValueError: before anything is written, where a dtype, shape, stride, device or scale does
+            not fit.
         IndexError: on the CPU (or with `set_debug`), a slot past the cache's last one. On CUDA it is skipped.
 
     >>> key, cache = torch.ones(2, 1, 8), torch.zeros(4, 16, 1, 8)
@@ -241,30 +251,40 @@ def rope_and_cache(
     k_scale: Scale = None,
     v_scale: Scale = None,
 ) -> None:
-    """Rotate queries in place and keys on their way into the cache, and write values beside them: one pass over memory.
+    """Rotate queries in place and keys on their way into the cache, beside which values are written.
 
-    Computed in float32 and rounded once; `key` itself does not change. Elements past rotary_dim pass through.
+    One pass over memory, computed in float32 and rounded once; `key` itself does not change.
+    Elements past rotary_dim pass through.
 
     Args:
-        query: `[num_tokens, num_heads, head_dim]` float16, bfloat16 or float32; every row is rotated in place.
+        query: `[num_tokens, num_heads, head_dim]` float16, bfloat16 or float32; every row is rotated in
+            place.
         key: `[num_tokens, num_kv_heads, head_dim]`, the query's dtype.
         value: `[num_tokens, num_kv_heads, value_head_dim]`, the query's dtype.
         cos: `[max_position, rotary_dim / 2]` float32 or the query's dtype, rotary_dim <= head_dim.
         sin: the same.
         positions: `[num_tokens]` int64 rows of cos and sin.
-        key_cache: as in `reshape_and_cache`, and so are `value_cache`, `slot_mapping`, `k_scale` and `v_scale`.
-        interleaved: rotate pairs (2i, 2i + 1) as GPT-J does; otherwise halves (i, i + rotary_dim / 2) as NeoX does.
+        key_cache: as in `reshape_and_cache`.
+        value_cache: as in `reshape_and_cache`.
+        slot_mapping: as in `reshape_and_cache`.
+        interleaved: rotate pairs (2i, 2i + 1) as GPT-J does; otherwise halves (i, i + rotary_dim / 2) as NeoX
+            does.
+        k_scale: as in `reshape_and_cache`.
+        v_scale: as in `reshape_and_cache`.
 
     Raises:
-        TypeError, ValueError: before anything is written, where a dtype, shape, stride, device or scale does not fit.
-        IndexError: on the CPU (or with `set_debug`), a position outside cos and sin or a slot past the cache's last one.
+        TypeError, ValueError: before anything is written, where a dtype, shape, stride, device or scale does
+            not fit.
+        IndexError: on the CPU (or with `set_debug`), a position outside cos and sin or a slot past the
+            cache's last one.
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", 3.2.
 
     >>> query, cos, sin = torch.ones(1, 1, 8), torch.zeros(4, 4), torch.ones(4, 4)
     >>> cache = torch.zeros(2, 16, 1, 8)
     >>> pagedkv.rope_and_cache(
-    ...     query, query.clone(), query.clone(), cos, sin, torch.tensor([2]), cache, cache.clone(), torch.tensor([0])
+    ...     query, query.clone(), query.clone(), cos, sin, torch.tensor([2]),
+    ...     cache, cache.clone(), torch.tensor([0]),
     ... )
     >>> query[0, 0, 0], cache[0, 0, 0, 4]
     (tensor(-1.), tensor(1.))
@@ -293,18 +313,19 @@ def rope_and_cache(
 def copy_blocks(key_caches: Caches, value_caches: Caches, block_mapping: BlockMapping) -> None:
     """Copy blocks to other blocks of the same caches, in every layer, byte for byte: copy-on-write.
 
-    Every source is read as it was before the call, so `[(0, 1), (1, 0)]` exchanges two blocks. An empty mapping does
-    nothing.
+    Every source is read as it was before the call, so `[(0, 1), (1, 0)]` exchanges two blocks. An empty
+    mapping does nothing.
 
     Args:
-        key_caches: `[num_blocks, block_size, num_kv_heads, head_dim]` of any supported dtype, or a list of them (layers).
+        key_caches: `[num_blocks, block_size, num_kv_heads, head_dim]` of any supported dtype, or a list of
+            them (layers).
         value_caches: the same, as many.
         block_mapping: `[num_pairs, 2]` int64 (source, destination) on the CPU, or a list of pairs.
 
     Raises:
         IndexError: a block outside the pool.
-        TypeError, ValueError: shapes or dtypes that do not fit, a destination that stands twice, a mapping elsewhere than
-            on the CPU; nothing is written.
+        TypeError, ValueError: shapes or dtypes that do not fit, a destination that stands twice, a mapping
+            elsewhere than on the CPU; nothing is written.
 
     >>> cache = torch.arange(3.0).view(3, 1, 1, 1).repeat(1, 16, 1, 8)
     >>> pagedkv.copy_blocks(cache, cache.clone(), [(0, 1), (1, 2)])
@@ -321,8 +342,10 @@ def swap_blocks(source: Caches, destination: Caches, block_mapping: BlockMapping
 
     Args:
         source: `[num_blocks, block_size, num_kv_heads, head_dim]` of any supported dtype, or a list of them.
-        destination: as many caches with blocks of the same shape and dtype; pools may differ in size, strides and device.
-        block_mapping: `[num_pairs, 2]` int64 (block of source, block of destination) on the CPU, or a list of pairs.
+        destination: as many caches with blocks of the same shape and dtype; pools may differ in size, strides
+            and device.
+        block_mapping: `[num_pairs, 2]` int64 (block of source, block of destination) on the CPU, or a list of
+            pairs.
 
     Raises:
         IndexError: a block outside its pool.
@@ -358,7 +381,8 @@ def gather_kv(
         block_tables: `[num_seqs, max_blocks_per_seq]` int32.
         context_lens: `[num_seqs]` int32.
         kv_starts: `[num_seqs]` int32; tokens before it are left out. None: 0.
-        total_tokens: the sum of `context_lens - kv_starts`; without it a call on CUDA waits for the device to learn it.
+        total_tokens: the sum of `context_lens - kv_starts`; without it a call on CUDA waits for the device to
+            learn it.
         k_scale: a float or `[num_kv_heads]` float32, for quantised caches (int8 needs it).
         v_scale: the same for values.
         dtype: of the result: float16, bfloat16 or float32. None: the cache's; float32 for a quantised one.
@@ -367,8 +391,10 @@ def gather_kv(
         key `[total_tokens, num_kv_heads, head_dim]` and value `[total_tokens, num_kv_heads, value_head_dim]`.
 
     Raises:
-        TypeError, ValueError: arguments that do not fit; a wrong `total_tokens` where the lengths are seen (on the CPU).
-        IndexError: on the CPU (or with `set_debug`), a needed block outside the pool or a context longer than its table.
+        TypeError, ValueError: arguments that do not fit; a wrong `total_tokens` where the lengths are seen
+            (on the CPU).
+        IndexError: on the CPU (or with `set_debug`), a needed block outside the pool or a context longer than
+            its table.
 
     >>> cache = torch.arange(4.0).view(4, 1, 1, 1).repeat(1, 2, 1, 8)
     >>> tables, lens = torch.tensor([[3, 1]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
@@ -399,13 +425,14 @@ def merge_attn_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 
     Args:
         out_a: `[num_tokens, num_heads, head_dim]` float16, bfloat16 or float32.
-        lse_a: `[num_tokens, num_heads]` float32, natural log; -inf marks an empty state, whose out is not read.
+        lse_a: `[num_tokens, num_heads]` float32, natural log; -inf marks an empty state, whose out is not
+            read.
         out_b: the same shape and dtype as `out_a`.
         lse_b: the same shape as `lse_a`.
 
     Returns:
-        out and lse of the union. Two empty states give 0 and -inf; an empty and a finite one give the finite one exactly.
-        A sink counts once: give it to one of the two parts only.
+        out and lse of the union. Two empty states give 0 and -inf; an empty and a finite one give the finite
+        one exactly. A sink counts once: give it to one of the two parts only.
 
     Raises:
         TypeError, ValueError: dtypes, shapes, strides or devices that do not fit.
@@ -440,208 +467,3 @@ def _pairs(block_mapping: BlockMapping) -> Tensor:
 def _require_backend(op: str, *tensors: Tensor) -> None:
     if any(tensor.is_cuda for tensor in tensors) and op not in _loader.CUDA_OPS:
         raise NotImplementedError(_loader.explain_missing_cuda(op))
-
-
-def _check_dims(tensor: Tensor, name: str, pattern: str) -> None:
-    if tensor.dim() != pattern.count(",") + 1:
-        raise ValueError(f"{name} must be {pattern}, got the shape {list(tensor.shape)}")
-
-
-def _check_shape(tensor: Tensor, name: str, pattern: str, *sizes: int | None) -> None:
-    _check_dims(tensor, name, pattern)
-    for dim, (size, expected) in enumerate(zip(tensor.shape, sizes, strict=True)):
-        if expected is not None and size != expected:
-            raise ValueError(
-                f"{name} must be {pattern}, got the shape {list(tensor.shape)}; dimension {dim} must be {expected}"
-            )
-
-
-def _check_dtype(tensor: Tensor, name: str, *supported: torch.dtype) -> None:
-    if tensor.dtype not in supported:
-        raise TypeError(f"{name} has dtype {tensor.dtype}; supported: {', '.join(map(str, supported))}")
-
-
-def _check_vector(tensor: Tensor | None, name: str, dtype: torch.dtype, pattern: str, size: int) -> None:
-    if tensor is not None:
-        _check_dtype(tensor, name, dtype)
-        _check_shape(tensor, name, pattern, size)
-
-
-def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
-    pattern = "[num_blocks, block_size, num_kv_heads, head_dim]"
-    _check_dtype(key_cache, "key_cache", *_CACHE_DTYPES)
-    _check_dtype(value_cache, "value_cache", key_cache.dtype)
-    _check_dims(key_cache, "key_cache", pattern)
-    _check_shape(value_cache, "value_cache", pattern, *key_cache.shape[:3], None)
-
-
-def _check_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    _check_caches(key_cache, value_cache)
-    _check_dtype(key, "key", *_FLOAT_DTYPES)
-    _check_dtype(value, "value", key.dtype)
-    _check_dtype(key_cache, "key_cache", key.dtype, *_QUANTISED_DTYPES)
-    _check_dtype(slot_mapping, "slot_mapping", torch.int64)
-    num_kv_heads, head_dim = key_cache.shape[2:]
-    _check_shape(key, "key", "[num_tokens, num_kv_heads, head_dim]", None, num_kv_heads, head_dim)
-    _check_shape(
-        value, "value", "[num_tokens, num_kv_heads, head_dim]", key.shape[0], num_kv_heads, value_cache.shape[3]
-    )
-    _check_dims(slot_mapping, "slot_mapping", "[num_tokens]")
-    _check_vector(k_scale, "k_scale", torch.float32, "[num_kv_heads]", num_kv_heads)
-    _check_vector(v_scale, "v_scale", torch.float32, "[num_kv_heads]", num_kv_heads)
-
-
-@torch.library.register_fake("pagedkv::paged_attention")
-def _(
-    query: Tensor,
-    block_tables: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    query_start_loc: Tensor | None,
-    max_query_len: int,
-    softmax_scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k_scale_value: float | None,
-    v_scale_value: float | None,
-    kv_starts: Tensor | None,
-    tree_mask: Tensor | None,
-    split_size: int | None,
-) -> None:
-    _check_dtype(query, "query", *_FLOAT_DTYPES)
-    _check_caches(key_cache, value_cache)
-    _check_dtype(key_cache, "key_cache", query.dtype, *_QUANTISED_DTYPES)
-    _check_dtype(out, "out", query.dtype)
-    _check_dtype(block_tables, "block_tables", torch.int32)
-    num_kv_heads, head_dim = key_cache.shape[2:]
-    _check_shape(query, "query", "[num_tokens, num_heads, head_dim]", None, None, head_dim)
-    num_tokens, num_heads, _head_dim = query.shape
-    if num_heads % num_kv_heads != 0:
-        raise ValueError(
-            f"query has {num_heads} heads and key_cache {num_kv_heads}; num_heads must be a multiple of num_kv_heads"
-        )
-    _check_shape(
-        out, "out", "[num_tokens, num_heads, value_head_dim]", num_tokens, num_heads, value_cache.shape[3]
-    )
-    _check_dims(block_tables, "block_tables", "[num_seqs, max_blocks_per_seq]")
-    num_seqs = block_tables.shape[0]
-    if query_start_loc is None:
-        _check_shape(query, "query", "[num_seqs, num_heads, head_dim]", num_seqs, None, None)
-    _check_vector(context_lens, "context_lens", torch.int32, "[num_seqs]", num_seqs)
-    _check_vector(query_start_loc, "query_start_loc", torch.int32, "[num_seqs + 1]", num_seqs + 1)
-    _check_vector(kv_starts, "kv_starts", torch.int32, "[num_seqs]", num_seqs)
-    _check_vector(alibi_slopes, "alibi_slopes", torch.float32, "[num_heads]", num_heads)
-    _check_vector(sinks, "sinks", torch.float32, "[num_heads]", num_heads)
-    _check_vector(k_scale, "k_scale", torch.float32, "[num_kv_heads]", num_kv_heads)
-    _check_vector(v_scale, "v_scale", torch.float32, "[num_kv_heads]", num_kv_heads)
-    if tree_mask is not None:
-        _check_dtype(tree_mask, "tree_mask", torch.bool)
-        _check_shape(tree_mask, "tree_mask", "[num_tokens, max_tree]", num_tokens, None)
-
-
-@torch.library.register_fake("pagedkv::reshape_and_cache")
-def _(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k_scale_value: float | None,
-    v_scale_value: float | None,
-) -> None:
-    _check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-
-
-@torch.library.register_fake("pagedkv::rope_and_cache")
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    interleaved: bool,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k_scale_value: float | None,
-    v_scale_value: float | None,
-) -> None:
-    _check_write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
-    _check_dtype(query, "query", key.dtype)
-    _check_dtype(cos, "cos", torch.float32, query.dtype)
-    _check_dtype(sin, "sin", cos.dtype)
-    _check_shape(query, "query", "[num_tokens, num_heads, head_dim]", key.shape[0], None, key.shape[2])
-    _check_dims(cos, "cos", "[max_position, rotary_dim / 2]")
-    _check_shape(sin, "sin", "[max_position, rotary_dim / 2]", *cos.shape)
-    _check_vector(positions, "positions", torch.int64, "[num_tokens]", query.shape[0])
-
-
-@torch.library.register_fake("pagedkv::copy_blocks")
-def _(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: Tensor) -> None:
-    _check_dtype(block_mapping, "block_mapping", torch.int64)
-    _check_shape(block_mapping, "block_mapping", "[num_pairs, 2]", None, 2)
-
-
-@torch.library.register_fake("pagedkv::swap_blocks")
-def _(sources: list[Tensor], destinations: list[Tensor], block_mapping: Tensor) -> None:
-    _check_dtype(block_mapping, "block_mapping", torch.int64)
-    _check_shape(block_mapping, "block_mapping", "[num_pairs, 2]", None, 2)
-
-
-@torch.library.register_fake("pagedkv::gather_kv")
-def _(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    kv_starts: Tensor | None,
-    total_tokens: int | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    k_scale_value: float | None,
-    v_scale_value: float | None,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    _check_caches(key_cache, value_cache)
-    if dtype is None:
-        dtype = torch.float32 if key_cache.dtype in _QUANTISED_DTYPES else key_cache.dtype
-    if total_tokens is None:
-        total_tokens = torch.library.get_ctx().new_dynamic_size()
-    num_kv_heads = key_cache.shape[2]
-    return (
-        key_cache.new_empty(total_tokens, num_kv_heads, key_cache.shape[3], dtype=dtype),
-        value_cache.new_empty(total_tokens, num_kv_heads, value_cache.shape[3], dtype=dtype),
-    )
-
-
-@torch.library.register_fake("pagedkv::merge_attn_states")
-def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    _check_dtype(out_a, "out_a", *_FLOAT_DTYPES)
-    _check_dtype(out_b, "out_b", out_a.dtype)
-    _check_dims(out_a, "out_a", "[num_tokens, num_heads, head_dim]")
-    _check_shape(out_b, "out_b", "[num_tokens, num_heads, head_dim]", *out_a.shape)
-    for lse, name in ((lse_a, "lse_a"), (lse_b, "lse_b")):
-        _check_dtype(lse, name, torch.float32)
-        _check_shape(lse, name, "[num_tokens, num_heads]", *out_a.shape[:2])
-    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)

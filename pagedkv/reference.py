@@ -33,7 +33,7 @@ __all__ = [
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-# ---------------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------- attention
 
 
 def paged_attention(
@@ -62,13 +62,11 @@ def paged_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend from each query row to the keys of its own sequence, read through the block table.
 
-    Everything is as in :func:`pagedkv.ops.paged_attention`, with one option more.
-
-    Args:
-        compute_dtype: ``None`` computes in float64 and rounds the result to the query's dtype. A dtype rounds
-            the result of every step to it and returns the output in it: float64 gives the exact result
-            unrounded, the query's dtype the error that a plain PyTorch computation in it makes (half types
-            are computed in float32 and rounded, as matrix units do).
+    Everything is as in :func:`pagedkv.ops.paged_attention`, with one option more, ``compute_dtype``. ``None``
+    computes in float64 and rounds the result to the query's dtype. A dtype rounds the result of every step
+    to it and returns the output in it: float64 gives the exact result unrounded, the query's dtype the error
+    that a plain PyTorch computation in it makes (half types are computed in float32 and rounded, as matrix
+    units do).
 
     Returns:
         ``out [num_tokens, num_heads, value_head_dim]``, and with ``return_lse`` also ``lse [num_tokens,
@@ -148,7 +146,7 @@ def attend_one_token(
     sinks: Tensor | None,
     rounded: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """One query token, ``[num_heads, head_dim]``, over the keys it sees, ``[num_keys, num_kv_heads, head_dim]``.
+    """One query token ``[num_heads, head_dim]`` over the keys it sees ``[num_keys, num_kv_heads, head_dim]``.
 
     ``distances [num_keys]`` is key position minus query position. The order of the steps is the contract's:
     q.k times the scale, softcap, ALiBi, softmax with the sink in the denominator.
@@ -207,7 +205,7 @@ def visible_keys(
 
 
 def needed_keys(query_len: int, context_len: int, kv_start: int, window: int | None) -> tuple[int, int]:
-    """The half-open range of keys that some query of the sequence may see; blocks outside it are never read."""
+    """The half-open range of keys that some query of the sequence may see; no block outside it is read."""
     if query_len == 0:
         return 0, 0
     first_position = context_len - query_len
@@ -215,7 +213,7 @@ def needed_keys(query_len: int, context_len: int, kv_start: int, window: int | N
     return min(begin, context_len), context_len
 
 
-# ---------------------------------------------------------------------------------------------- addressing
+# ---------------------------------------------------------------------------------------- addressing
 
 
 def token_slots(block_tables: Tensor, seq_idx: int, begin: int, end: int, cache: Tensor) -> Tensor:
@@ -251,14 +249,16 @@ def read_slots(cache: Tensor, slots: Tensor) -> Tensor:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory as integers, so that copies keep every bit and float8 can be indexed."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
-# -------------------------------------------------------------------------------------------- quantisation
+# -------------------------------------------------------------------------------------- quantisation
 
 
 def quantize(x: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What the cache stores for ``x [..., num_kv_heads, head_dim]``: ``x / scale`` in float32, to nearest even.
+    """What a cache stores for ``x [..., num_kv_heads, head_dim]``: ``x / scale`` in float32, to nearest even.
 
     float8 saturates to its largest finite value, infinity too, and keeps NaN; int8 is clamped to +-127, and
     NaN becomes 0. A cache of the same dtype as ``x`` stores its very bits.
@@ -289,7 +289,7 @@ def scale_per_head(scale: float | Tensor | None, device: torch.device) -> Tensor
     return scale.reshape(-1, 1)
 
 
-# ---------------------------------------------------------------------------------------- writing the cache
+# --------------------------------------------------------------------------------- writing the cache
 
 
 def reshape_and_cache(
@@ -302,7 +302,7 @@ def reshape_and_cache(
     k_scale: float | Tensor | None = None,
     v_scale: float | Tensor | None = None,
 ) -> None:
-    """Write row ``i`` of key and value, ``[num_tokens, num_kv_heads, head_dim]``, to slot ``slot_mapping[i]``.
+    """Write row ``i`` of key and value ``[num_tokens, num_kv_heads, head_dim]`` to slot ``slot_mapping[i]``.
 
     Only the ``len(slot_mapping)`` first rows are written; a negative slot skips its row.
 
@@ -352,15 +352,17 @@ def rope_and_cache(
     Example:
         >>> query = torch.tensor([[[1.0, 2.0]]])
         >>> cache = torch.zeros(1, 1, 1, 2)
-        >>> quarter_turn = torch.tensor([[0.0]]), torch.tensor([[1.0]])
-        >>> zero = torch.tensor([0])
-        >>> rope_and_cache(query, query.clone(), query.clone(), *quarter_turn, zero, cache, cache.clone(), zero)
+        >>> key, value, value_cache = query.clone(), query.clone(), cache.clone()
+        >>> cos, sin, zero = torch.tensor([[0.0]]), torch.tensor([[1.0]]), torch.tensor([0])
+        >>> rope_and_cache(query, key, value, cos, sin, zero, cache, value_cache, zero)
         >>> query, cache.flatten()
         (tensor([[[-2.,  1.]]]), tensor([-2.,  1.]))
     """
     for token_idx, position in enumerate(positions.tolist()):
         if not 0 <= position < cos.shape[0]:
-            raise IndexError(f"positions[{token_idx}] is {position}, but cos and sin have {cos.shape[0]} rows")
+            raise IndexError(
+                f"positions[{token_idx}] is {position}, but cos and sin have {cos.shape[0]} rows"
+            )
     rotated_key = rotate(key, cos[positions], sin[positions], interleaved)
     if key_cache.dtype in FLOAT_DTYPES:
         rotated_key = rotated_key.to(key_cache.dtype)
@@ -371,10 +373,10 @@ def rope_and_cache(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """``x [num_tokens, num_heads, head_dim]`` rotated by ``cos``, ``sin [num_tokens, rotary_dim / 2]``, float32.
+    """``x [num_tokens, num_heads, head_dim]`` turned by ``cos``, ``sin [num_tokens, rotary_dim / 2]``.
 
-    Element ``i`` is paired with ``i + rotary_dim / 2`` (NeoX), or ``2 i`` with ``2 i + 1`` if interleaved
-    (GPT-J); what lies past ``rotary_dim`` passes through.
+    Computed in float32. Element ``i`` is paired with ``i + rotary_dim / 2`` (NeoX), or, if interleaved,
+    ``2 i`` with ``2 i + 1`` (GPT-J); what lies past ``rotary_dim`` passes through.
     """
     half_dim = cos.shape[1]
     cos, sin = cos.float()[:, None], sin.float()[:, None]
@@ -387,7 +389,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return rotated
 
 
-# ------------------------------------------------------------------------------------------ moving the cache
+# ---------------------------------------------------------------------------------- moving the cache
 
 
 def copy_blocks(
@@ -429,16 +431,18 @@ def swap_blocks(
             ):
                 if not 0 <= block < cache.shape[0]:
                     raise IndexError(
-                        f"block_mapping[{pair_idx}] has {name} {block}, outside the pool of {cache.shape[0]} blocks"
+                        f"block_mapping[{pair_idx}] has the {name} {block}, "
+                        f"outside the pool of {cache.shape[0]} blocks"
                     )
     if len({block for _, block in pairs}) < len(pairs):
         raise ValueError("block_mapping names a destination twice")
     snapshots = [
-        [as_bytes(layer_source)[source_block].clone() for source_block, _ in pairs] for layer_source, _ in layers
+        [as_bytes(layer_source)[source_block].clone() for source_block, _ in pairs]
+        for layer_source, _ in layers
     ]
     for snapshot, (_, layer_destination) in zip(snapshots, layers, strict=True):
-        for block, (_, destination_block) in zip(snapshot, pairs, strict=True):
-            as_bytes(layer_destination)[destination_block] = block
+        for block_bytes, (_, destination_block) in zip(snapshot, pairs, strict=True):
+            as_bytes(layer_destination)[destination_block] = block_bytes
 
 
 def as_layers(caches: Tensor | Sequence[Tensor]) -> list[Tensor]:
@@ -476,11 +480,13 @@ def gather_kv(
     """
     slots = []
     for seq_idx, context_len in enumerate(context_lens.tolist()):
-        kv_start = 0 if kv_starts is None else int(kv_starts[seq_idx])
+        kv_start = 0 if kv_starts is None else max(0, int(kv_starts[seq_idx]))
         slots.append(token_slots(block_tables, seq_idx, kv_start, context_len, key_cache))
     all_slots = torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64, device=key_cache.device)
     if total_tokens is not None and total_tokens != all_slots.shape[0]:
-        raise ValueError(f"total_tokens is {total_tokens}, but the sequences hold {all_slots.shape[0]} tokens")
+        raise ValueError(
+            f"total_tokens is {total_tokens}, but the sequences hold {all_slots.shape[0]} tokens"
+        )
     results = []
     for cache, scale in ((key_cache, k_scale), (value_cache, v_scale)):
         rows = read_slots(cache, all_slots)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch is loaded: OpenMP's threads wait asleep instead of spinning. Tests make thousands of tiny parallel
-# regions, and several workers share the cores; spinning makes that ten times slower.
+# Before torch is loaded: OpenMP's threads wait asleep instead of spinning. Tests make thousands of tiny
+# parallel regions, and several workers share the cores; spinning makes that ten times slower.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from helpers import Backend  # noqa: E402
+import hypothesis
+import pytest
+import torch
+from helpers import Backend
 
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
@@ -50,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     """One way to run the operators; ``pagedkv.ops`` uses it for the length of the test."""
     import pagedkv.ops
 
@@ -60,4 +59,4 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
         build.load()
         monkeypatch.setattr(pagedkv.ops, "_library", torch.ops.pagedkv_emulated)
-    yield Backend(name, torch.device("cuda" if name == "cuda" else "cpu"), pagedkv.ops)
+    return Backend(name, torch.device("cuda" if name == "cuda" else "cpu"), pagedkv.ops)

@@ -35,7 +35,7 @@ def dtype_name(value: object) -> str | None:
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
 
 
-# ---------------------------------------------------------------------------------------------- back-ends
+# ----------------------------------------------------------------------------------------- back-ends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Backend:
         return self.tensor(values, torch.int64)
 
 
-# ------------------------------------------------------------------------------------------ poisoned memory
+# ----------------------------------------------------------------------------------- poisoned memory
 
 
 def poison_(tensor: Tensor) -> Tensor:
@@ -104,7 +104,9 @@ def embed(tensor: Tensor, margin: int = 16, *, tail_dim: int = 0) -> Tensor:
     """
     device = tensor.device
     lead, heads, last = tensor.shape
-    buffer = poisoned((lead + 2) * (heads + 2) * (last + tail_dim) + margin, dtype=tensor.dtype, device=device)
+    buffer = poisoned(
+        (lead + 2) * (heads + 2) * (last + tail_dim) + margin, dtype=tensor.dtype, device=device
+    )
     view = buffer[margin:].view(lead + 2, heads + 2, last + tail_dim)[1:-1, 1:-1, :last]
     reference.as_bytes(view).copy_(reference.as_bytes(tensor))
     return view
@@ -162,12 +164,12 @@ def sparse_zeros(num_elements: int, dtype: torch.dtype, device: torch.device) ->
 
 
 HUGE_BLOCK_STRIDE = 2**20
-# Blocks of a huge cache that start just below, at and above 2**31 elements and bytes, and above 2**32 elements.
+# Blocks of a huge cache that start just below, at and above 2**31 bytes and elements, and above 2**32.
 HUGE_BLOCKS = (511, 512, 1024, 2047, 2048, 2049, 3000, 4096, 4097)
 
 
 def huge_cache(dtype: torch.dtype, device: torch.device, block_size: int = 16, head_dim: int = 8) -> Tensor:
-    """A cache of 4100 blocks, 2**20 elements apart, with mapped memory wherever a 32-bit offset would wrap to."""
+    """A cache of 4100 blocks, 2**20 elements apart, with memory wherever a 32-bit offset would wrap to."""
     num_blocks = HUGE_BLOCKS[-1] + 3
     room_below = 2**31  # offsets from 2**31 to 2**32 wrap to negative ones
     storage = sparse_zeros(room_below + num_blocks * HUGE_BLOCK_STRIDE, dtype, device)
@@ -175,7 +177,7 @@ def huge_cache(dtype: torch.dtype, device: torch.device, block_size: int = 16, h
     return storage.as_strided(shape, (HUGE_BLOCK_STRIDE, head_dim, head_dim, 1), room_below)
 
 
-# ------------------------------------------------------------------------------------------ attention inputs
+# ---------------------------------------------------------------------------------- attention inputs
 
 
 @dataclasses.dataclass
@@ -322,7 +324,7 @@ def build_case(
     )
 
 
-# ---------------------------------------------------------------------------------------- what counts as right
+# ------------------------------------------------------------------------------ what counts as right
 
 
 @contextlib.contextmanager
@@ -342,23 +344,31 @@ def check_attention(backend: Backend, case: Case, **options: Any) -> Tensor:
     keywords = {**case.keywords, **options, "return_lse": True}
     dtype = case.query.dtype
     with one_thread():
-        exact_out, exact_lse = reference.paged_attention(*case.arguments, **keywords, compute_dtype=torch.float64)
-        plain_out, plain_lse = reference.paged_attention(*case.arguments, **keywords, compute_dtype=torch.float32)
+        exact_out, exact_lse = reference.paged_attention(
+            *case.arguments, **keywords, compute_dtype=torch.float64
+        )
+        plain_out, plain_lse = reference.paged_attention(
+            *case.arguments, **keywords, compute_dtype=torch.float32
+        )
         if dtype != torch.float32:
             plain_out, _ = reference.paged_attention(*case.arguments, **keywords, compute_dtype=dtype)
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     assert_as_exact_as(out, exact_out, plain_out, what="out")
     # lse is accumulated in float32 whatever the query's dtype; its error is the relative error of a long sum.
     assert_as_exact_as(lse, exact_lse, plain_lse, what="lse", slack=1e-5)
     return out
 
 
-def assert_as_exact_as(actual: Tensor, exact: Tensor, plain: Tensor, *, what: str, slack: float = 0.0) -> None:
+def assert_as_exact_as(
+    actual: Tensor, exact: Tensor, plain: Tensor, *, what: str, slack: float = 0.0
+) -> None:
     """The tolerance rule: at most 3 times the error of a plain computation in the same dtype, plus one ulp.
 
-    ``exact`` is the float64 result, ``plain`` the same computation in the dtype of ``actual``; the ulp is taken
-    at the largest magnitude of the exact result. The plain error is a sample of something random, and may be
-    next to nothing where there are few elements, so it counts as two float32 epsilons of that magnitude at least.
+    ``exact`` is the float64 result, ``plain`` the same computation in the dtype of ``actual``; the ulp is
+    taken at the largest magnitude of the exact result. The plain error is a sample of something random, and
+    may be next to nothing where there are few elements, so it counts as two float32 epsilons of that
+    magnitude at least.
     """
     assert actual.shape == exact.shape, f"{what} has shape {tuple(actual.shape)}, not {tuple(exact.shape)}"
     finite = torch.isfinite(exact)
@@ -367,7 +377,9 @@ def assert_as_exact_as(actual: Tensor, exact: Tensor, plain: Tensor, *, what: st
     plain_error = max(plain_error, 2 * torch.finfo(torch.float32).eps * largest)
     tolerance = 3 * plain_error + ulp(largest, actual.dtype) + slack
     wrong = ~((actual.double() - exact).abs() <= tolerance)  # NaN is wrong too
-    wrong &= ~((actual.double() == exact) | (actual.isnan() & exact.isnan()))  # equal infinities and NaN are right
+    wrong &= ~(
+        (actual.double() == exact) | (actual.isnan() & exact.isnan())
+    )  # equal infinities and NaN are right
     _report(wrong, actual, exact, f"{what} differs by more than {tolerance:.3g}")
 
 
@@ -382,7 +394,9 @@ def ulp(magnitude: float, dtype: torch.dtype) -> float:
 def assert_same_bits(actual: Tensor, expected: Tensor, what: str = "result") -> None:
     """Equal dtype, shape and bits (so NaN equals the same NaN, and 0 is not -0)."""
     assert actual.dtype == expected.dtype, f"{what} is {actual.dtype}, not {expected.dtype}"
-    assert actual.shape == expected.shape, f"{what} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    )
     wrong = reference.as_bytes(actual) != reference.as_bytes(expected)
     _report(wrong, actual, expected, f"{what} differs in its bits")
 

@@ -21,8 +21,9 @@ from helpers import (
     huge_cache,
     poisoned_caches,
 )
-from pagedkv import reference
 from torch import Tensor
+
+from pagedkv import reference
 
 OPERATORS = ("copy_blocks",)
 
@@ -51,7 +52,9 @@ def random_caches(
         for cache in pair:
             integers = reference.as_bytes(cache)
             info = torch.iinfo(integers.dtype)
-            random = torch.randint(info.min, info.max + 1, cache.shape, generator=generator, dtype=integers.dtype)
+            random = torch.randint(
+                info.min, info.max + 1, cache.shape, generator=generator, dtype=integers.dtype
+            )
             integers.copy_(random)
         layers.append(pair)
     return [key for key, _ in layers], [value for _, value in layers]
@@ -152,7 +155,9 @@ def test_layers_of_different_shapes(backend: Backend) -> None:
         random_caches(1, backend, block_size=3, dtype=torch.float8_e5m2, layout="interleaved"),
     ]
     check_copy(
-        backend, [key for keys, _ in layers for key in keys], [v for _, values in layers for v in values],
+        backend,
+        [key for keys, _ in layers for key in keys],
+        [v for _, values in layers for v in values],
         pairs((0, 1), (1, 4), (2, 0)),
     )
 
@@ -231,17 +236,22 @@ def test_int32_offset_overflow(backend: Backend, dtype: torch.dtype) -> None:
     key, value = huge_cache(dtype, backend.device), huge_cache(dtype, backend.device)
     for number, block in enumerate(HUGE_BLOCKS):
         key[block], value[block] = number + 1, -number - 1
-    mapping = [(block, HUGE_BLOCKS[(number + 3) % len(HUGE_BLOCKS)]) for number, block in enumerate(HUGE_BLOCKS)]
+    mapping = [
+        (block, HUGE_BLOCKS[(number + 3) % len(HUGE_BLOCKS)]) for number, block in enumerate(HUGE_BLOCKS)
+    ]
     backend.ops.copy_blocks(key, value, pairs(*mapping, (2048, 7)))
     for number, (_, destination) in enumerate(mapping):
-        assert (key[destination] == number + 1).all() and (value[destination] == -number - 1).all()
+        assert (key[destination] == number + 1).all()
+        assert (value[destination] == -number - 1).all()
     assert (key[7] == HUGE_BLOCKS.index(2048) + 1).all()
 
 
-# ----------------------------------------------------------------------------------------------------- errors
+# -------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("pair", [(6, 0), (0, 6), (-1, 0), (0, -1), (2**31, 0), (0, 2**40), (2**63 - 1, 1), (0, -(2**63))])
+@pytest.mark.parametrize(
+    "pair", [(6, 0), (0, 6), (-1, 0), (0, -1), (2**31, 0), (0, 2**40), (2**63 - 1, 1), (0, -(2**63))]
+)
 def test_swap_index_out_of_range(backend: Backend, pair: tuple[int, int]) -> None:
     keys, values = random_caches(2, backend)
     before = [bits(cache) for cache in (*keys, *values)]
@@ -259,13 +269,21 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
         "block_mapping.*num_pairs, 2",
         lambda a: {"block_mapping": torch.zeros(2, 3, dtype=torch.int64)},
     ),
-    "mapping rank": (ValueError, "block_mapping.*num_pairs, 2", lambda a: {"block_mapping": torch.tensor([0, 1])}),
+    "mapping rank": (
+        ValueError,
+        "block_mapping.*num_pairs, 2",
+        lambda a: {"block_mapping": torch.tensor([0, 1])},
+    ),
     "mapping dtype": (
         TypeError,
         "(?i)block_mapping.*(int64|long)",
         lambda a: {"block_mapping": pairs((0, 1)).to(torch.int32)},
     ),
-    "fewer values": (ValueError, "key_caches.*value_caches", lambda a: {"value_caches": a["value_caches"][:1]}),
+    "fewer values": (
+        ValueError,
+        "key_caches.*value_caches",
+        lambda a: {"value_caches": a["value_caches"][:1]},
+    ),
     "cache rank": (
         ValueError,
         "num_blocks, block_size",

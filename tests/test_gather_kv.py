@@ -23,6 +23,7 @@ from helpers import (
     huge_cache,
     sparse_zeros,
 )
+
 from pagedkv import reference
 
 OPERATORS = ("gather_kv",)
@@ -47,7 +48,9 @@ def check_gather(backend: Backend, case: Case, **options: Any) -> None:
     expected = reference.gather_kv(*arguments, **{**case.options, **options})
     total = expected[0].shape[0]
     for total_tokens in (None, total):
-        for actual, right in zip(gather(backend, case, total_tokens=total_tokens, **options), expected, strict=True):
+        for actual, right in zip(
+            gather(backend, case, total_tokens=total_tokens, **options), expected, strict=True
+        ):
             assert_same_bits(actual, right)
             assert actual.is_contiguous()
     starts = case.options.get("kv_starts")
@@ -101,9 +104,7 @@ def test_block_sizes(backend: Backend, block_size: int) -> None:
     ("head_dim", "value_head_dim"), [(1, 1), (2, 3), (36, 20), (50, 66), (192, 128), (576, 512), (7, 128)]
 )
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES, ids=dtype_name)
-def test_any_head_dim(
-    backend: Backend, cache_dtype: torch.dtype, head_dim: int, value_head_dim: int
-) -> None:
+def test_any_head_dim(backend: Backend, cache_dtype: torch.dtype, head_dim: int, value_head_dim: int) -> None:
     for layout in ("contiguous", "padded"):
         case = gather_case(
             backend,
@@ -124,7 +125,8 @@ def test_nan_in_unused_tail_v(backend: Backend, cache_dtype: torch.dtype, filler
     for context_len in (1, 15, 16, 17, 43):
         case = gather_case(backend, [context_len], cache_dtype=cache_dtype, block_size=16)
         key, value = gather(backend, case)
-        assert key.isfinite().all() and value.isfinite().all()
+        assert key.isfinite().all()
+        assert value.isfinite().all()
         assert_same_bits(key.float(), case.keys[0])
         assert_same_bits(value.float(), case.values[0])
 
@@ -163,7 +165,8 @@ def test_scales_ignored_on_one_path(backend: Backend, cache_dtype: torch.dtype) 
             torch.tensor([2.0]).to(cache_dtype)
         ).to(backend.device)
     key, value = gather(backend, case)
-    assert (key == 0.5).all() and (value == 1.0).all()
+    assert (key == 0.5).all()
+    assert (value == 1.0).all()
     per_head = torch.tensor([0.5, 2.0], device=backend.device)
     key, value = gather(backend, case, k_scale=per_head, v_scale=per_head.flip(0))
     assert (key == torch.tensor([1.0, 4.0], device=backend.device)[:, None]).all()
@@ -198,7 +201,7 @@ def test_many_short_and_one_long_sequence(backend: Backend) -> None:
     check_gather(backend, gather_case(backend, context_lens, head_dim=8, num_kv_heads=1, block_size=16))
 
 
-# ---------------------------------------------------------------------------------------------------- indices
+# ------------------------------------------------------------------------------------------- indices
 
 
 def test_invalid_padding_block_ids(backend: Backend) -> None:
@@ -243,7 +246,8 @@ def test_int32_offset_overflow(backend: Backend, cache_dtype: torch.dtype) -> No
         cache, cache, backend.tensor([HUGE_BLOCKS]), backend.tensor([16 * len(HUGE_BLOCKS)]), **scales
     )
     expected = torch.arange(1, len(HUGE_BLOCKS) + 1, device=backend.device).repeat_interleave(16)
-    assert (key == expected[:, None, None]).all() and (value == expected[:, None, None]).all()
+    assert (key == expected[:, None, None]).all()
+    assert (value == expected[:, None, None]).all()
 
 
 def test_uint32_page_offset_wrap(backend: Backend) -> None:
@@ -253,11 +257,15 @@ def test_uint32_page_offset_wrap(backend: Backend) -> None:
     )
     reference.as_bytes(cache)[block] = 0x3C  # 1.0
     for context_len in (1, 16):
-        key, value = backend.ops.gather_kv(cache, cache, backend.tensor([[block]]), backend.tensor([context_len]))
-        assert (key == 1).all() and (value == 1).all() and key.shape[0] == context_len
+        key, value = backend.ops.gather_kv(
+            cache, cache, backend.tensor([[block]]), backend.tensor([context_len])
+        )
+        assert (key == 1).all()
+        assert (value == 1).all()
+        assert key.shape[0] == context_len
 
 
-# ----------------------------------------------------------------------------------------------------- errors
+# -------------------------------------------------------------------------------------------- errors
 
 Call = dict[str, Any]
 MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
@@ -272,9 +280,17 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
         "key_cache.*float8_e4m3fn",
         lambda a: {"key_cache": a["key_cache"].double(), "value_cache": a["value_cache"].double()},
     ),
-    "caches differ": (TypeError, "value_cache.*key_cache", lambda a: {"value_cache": a["value_cache"].half()}),
+    "caches differ": (
+        TypeError,
+        "value_cache.*key_cache",
+        lambda a: {"value_cache": a["value_cache"].half()},
+    ),
     "pools differ": (ValueError, "value_cache.*num_blocks", lambda a: {"value_cache": a["value_cache"][1:]}),
-    "tables dtype": (TypeError, "(?i)block_tables.*int", lambda a: {"block_tables": a["block_tables"].long()}),
+    "tables dtype": (
+        TypeError,
+        "(?i)block_tables.*int",
+        lambda a: {"block_tables": a["block_tables"].long()},
+    ),
     "tables rank": (ValueError, "block_tables.*num_seqs", lambda a: {"block_tables": a["block_tables"][0]}),
     "lens dtype": (TypeError, "(?i)context_lens.*int", lambda a: {"context_lens": a["context_lens"].long()}),
     "lens length": (ValueError, "context_lens.*num_seqs", lambda a: {"context_lens": a["context_lens"][1:]}),
@@ -285,7 +301,10 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
     "int8 needs scales": (
         ValueError,
         "k_scale",
-        lambda a: {"key_cache": a["key_cache"].to(torch.int8), "value_cache": a["value_cache"].to(torch.int8)},
+        lambda a: {
+            "key_cache": a["key_cache"].to(torch.int8),
+            "value_cache": a["value_cache"].to(torch.int8),
+        },
     ),
 }
 

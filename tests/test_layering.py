@@ -81,7 +81,7 @@ def test_every_kernel_file_belongs_to_an_operator() -> None:
 def test_binding_registers_exactly_the_back_ends_that_exist(op: str) -> None:
     """A CUDA kernel that nobody registers, or a missing one that is registered, shows without a GPU."""
     registrations = re.findall(
-        r"^(PAGEDKV_\w*OP)\((\w+)", (CSRC / "bindings" / f"{op}.cpp").read_text(), re.MULTILINE
+        r"^(PAGEDKV_\w*OP)\(\s*(\w+)", (CSRC / "bindings" / f"{op}.cpp").read_text(), re.MULTILINE
     )
     assert registrations == [("PAGEDKV_OP" if op in CUDA_OPERATORS else "PAGEDKV_CPU_OP", op)]
 
@@ -108,3 +108,23 @@ def test_fault_op_schema_drift_cpu_cuda(op: str) -> None:
     native = getattr(torch.ops.pagedkv, op).default._schema
     emulated = getattr(torch.ops.pagedkv_emulated, op).default._schema
     assert str(native).replace("pagedkv::", "") == str(emulated).replace("pagedkv_emulated::", "")
+
+
+@pytest.mark.parametrize("op", CUDA_OPERATORS)
+def test_fault_device_guard(op: str) -> None:
+    """Kernels are reached through the one place that sets device and stream (a run takes two GPUs)."""
+    binding = (CSRC / "bindings" / f"{op}.cpp").read_text()
+    assert re.search(rf"PAGEDKV_RUN\({op}, ", binding)
+    assert f"cuda::{op}(" not in binding
+    checks = (CSRC / "bindings" / "checks.h").read_text()
+    assert re.search(
+        r"CUDAGuard guard\(device\);\s*check_cuda\(op, cuda\(params, .*getCurrentCUDAStream", checks
+    )
+
+
+@pytest.mark.parametrize("path", CXX_FILES, ids=name_of)
+def test_nothing_ends_the_process_or_launches_unchecked(path: Path) -> None:
+    code = re.sub(r"//.*", "", path.read_text())
+    assert re.findall(r"\b(?:exit|abort|terminate)\s*\(", code) == []
+    if path.name != "device.h":  # its launch() returns the error
+        assert "<<<" not in code

@@ -11,8 +11,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from helpers import FLOAT_DTYPES, Backend, assert_as_exact_as, assert_same_bits, dtype_name, embed, poisoned
-from pagedkv import reference
 from torch import Tensor
+
+from pagedkv import reference
 
 OPERATORS = ("merge_attn_states",)
 
@@ -26,18 +27,26 @@ def state(
     return out.to(backend.device), lse.to(backend.device)
 
 
-def check_merge(backend: Backend, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def check_merge(
+    backend: Backend, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
     out, lse = backend.ops.merge_attn_states(*a, *b)
     double_a, double_b = (a[0].double(), a[1]), (b[0].double(), b[1])
     exact, _ = reference.merge_attn_states(*double_a, *double_b)
-    weights = torch.softmax(torch.stack([a[1], b[1]]), dim=0).nan_to_num(0)  # the same in float32, rounded once
-    plain = weights[0, ..., None] * a[0].float().nan_to_num(0) + weights[1, ..., None] * b[0].float().nan_to_num(0)
+    weights = torch.softmax(torch.stack([a[1], b[1]]), dim=0).nan_to_num(
+        0
+    )  # the same in float32, rounded once
+    plain = weights[0, ..., None] * a[0].float().nan_to_num(0) + weights[1, ..., None] * b[
+        0
+    ].float().nan_to_num(0)
     assert_as_exact_as(out, exact, plain.to(out.dtype), what="out")
     exact_lse = torch.logaddexp(a[1].double(), b[1].double())
     # An absolute error of one epsilon in a logarithm is a relative one in what it stands for.
     assert_as_exact_as(lse, exact_lse, torch.logaddexp(a[1], b[1]), what="lse", slack=2.4e-7)
-    assert lse.dtype == torch.float32 and out.dtype == a[0].dtype
-    assert out.is_contiguous() and lse.is_contiguous()
+    assert lse.dtype == torch.float32
+    assert out.dtype == a[0].dtype
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
     return out, lse
 
 
@@ -52,7 +61,9 @@ def test_every_dtype_and_head_dim(backend: Backend, dtype: torch.dtype, head_dim
 def test_sizes(backend: Backend, num_tokens: int, num_heads: int) -> None:
     dtype = torch.bfloat16
     check_merge(
-        backend, state(num_tokens, num_heads, 16, dtype, backend, 0), state(num_tokens, num_heads, 16, dtype, backend, 1)
+        backend,
+        state(num_tokens, num_heads, 16, dtype, backend, 0),
+        state(num_tokens, num_heads, 16, dtype, backend, 1),
     )
 
 
@@ -91,7 +102,9 @@ def test_empty_and_finite_rows_side_by_side(backend: Backend) -> None:
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("lse_pair", [(1e4, -1e4), (-1e4, 1e4), (3e38, 1.0), (-3e38, -3e38), (88.8, 88.8), (500.0, 500.0)])
+@pytest.mark.parametrize(
+    "lse_pair", [(1e4, -1e4), (-1e4, 1e4), (3e38, 1.0), (-3e38, -3e38), (88.8, 88.8), (500.0, 500.0)]
+)
 def test_extreme_lse(backend: Backend, lse_pair: tuple[float, float]) -> None:
     (out_a, lse_a), (out_b, lse_b) = (state(2, 2, 8, torch.float32, backend, seed) for seed in range(2))
     check_merge(backend, (out_a, lse_a.fill_(lse_pair[0])), (out_b, lse_b.fill_(lse_pair[1])))
@@ -103,8 +116,10 @@ def test_nan_is_not_swallowed(backend: Backend) -> None:
     a[1][0, 1] = torch.nan
     out, lse = backend.ops.merge_attn_states(*a, *b)
     assert out[0, 0].isnan().tolist() == [i == 3 for i in range(8)]
-    assert out[0, 1].isnan().all() and lse[0, 1].isnan()
-    assert out[0, 2].isfinite().all() and lse[0, 2].isfinite()
+    assert out[0, 1].isnan().all()
+    assert lse[0, 1].isnan()
+    assert out[0, 2].isfinite().all()
+    assert lse[0, 2].isfinite()
 
 
 def test_order_of_the_parts_does_not_matter(backend: Backend) -> None:
@@ -158,8 +173,16 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
     "out_b tokens": (ValueError, "out_b", lambda a: {"out_b": a["out_b"][1:]}),
     "out_b heads": (ValueError, "out_b", lambda a: {"out_b": a["out_b"][:, 1:]}),
     "out_b head_dim": (ValueError, "out_b", lambda a: {"out_b": a["out_b"][..., 1:]}),
-    "out_a strided": (ValueError, "out_a.*contiguous", lambda a: {"out_a": a["out_a"].repeat(1, 1, 2)[..., ::2]}),
-    "out_b strided": (ValueError, "out_b.*contiguous", lambda a: {"out_b": a["out_b"].repeat(1, 1, 2)[..., ::2]}),
+    "out_a strided": (
+        ValueError,
+        "out_a.*contiguous",
+        lambda a: {"out_a": a["out_a"].repeat(1, 1, 2)[..., ::2]},
+    ),
+    "out_b strided": (
+        ValueError,
+        "out_b.*contiguous",
+        lambda a: {"out_b": a["out_b"].repeat(1, 1, 2)[..., ::2]},
+    ),
     "lse_a transposed": (
         ValueError,
         "lse_a.*contiguous",

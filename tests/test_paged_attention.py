@@ -1,4 +1,4 @@
-"""paged_attention: every option with every dtype, every shape, and the ways it is called."""
+"""paged_attention: every option with every dtype, and every shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from helpers import (
     FLOAT_DTYPES,
     QUANTIZED_DTYPES,
     Backend,
-    assert_same_bits,
     build_case,
     check_attention,
     dtype_name,
@@ -24,7 +23,7 @@ CONTEXT_LENS = [9, 0, 1, 23, 4]
 QUERY_LENS = [3, 0, 1, 6, 4]
 NUM_HEADS = 4
 
-# Option sets, as a function of the device and the number of query tokens. Each is crossed with each dtype pair.
+# Each set of options is crossed with each pair of dtypes; `materialise` puts tensors where names stand.
 OPTION_SETS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softmax_scale": {"softmax_scale": 0.37},
@@ -127,7 +126,9 @@ def test_head_dim_not_pow2(backend: Backend, head_dim: int, dtype: torch.dtype) 
     check_attention(backend, case)
 
 
-@pytest.mark.parametrize(("head_dim", "value_head_dim"), [(192, 128), (64, 8), (8, 256), (24, 40), (256, 248)])
+@pytest.mark.parametrize(
+    ("head_dim", "value_head_dim"), [(192, 128), (64, 8), (8, 256), (24, 40), (256, 248)]
+)
 @pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPE_PAIRS, ids=dtype_name)
 def test_k_and_v_head_dim_differ(
     backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, value_head_dim: int
@@ -177,7 +178,20 @@ def test_kv_len_not_multiple_of_block(backend: Backend, phase: str) -> None:
         check_attention(backend, case)
 
 
-HEAD_RATIOS = [(7, 1), (14, 2), (12, 2), (15, 3), (9, 1), (28, 4), (71, 1), (24, 2), (5, 5), (64, 1), (1, 1), (33, 3)]
+HEAD_RATIOS = [
+    (7, 1),
+    (14, 2),
+    (12, 2),
+    (15, 3),
+    (9, 1),
+    (28, 4),
+    (71, 1),
+    (24, 2),
+    (5, 5),
+    (64, 1),
+    (1, 1),
+    (33, 3),
+]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEAD_RATIOS)
@@ -211,7 +225,9 @@ def test_long_contexts_and_large_heads(backend: Backend, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("context_len", [12_000, 16_000, 40_000, 131_072])
 def test_shared_memory_grows_with_max_len(backend: Backend, context_len: int) -> None:
-    case = build_case([context_len, 3], device=backend.device, num_heads=1, num_kv_heads=1, head_dim=8, block_size=16)
+    case = build_case(
+        [context_len, 3], device=backend.device, num_heads=1, num_kv_heads=1, head_dim=8, block_size=16
+    )
     check_attention(backend, case, max_query_len=1_000_000)
     check_attention(backend, case, split_size=512)
 
@@ -250,111 +266,6 @@ def test_grid_y_65535(backend: Backend) -> None:
     assert (out == expected[:, None, None]).all()
 
 
-def test_unbatched_form(backend: Backend) -> None:
-    case = build_case([11], device=backend.device)
-    options: dict[str, Any] = {"softcap": 3.0, "window": 6, "split_size": 4}
-    batched_out, batched_lse = case.run(backend, return_lse=True, **options)
-    query, block_tables, context_len = case.query[0], case.block_tables[0], 11
-    arguments = (query, block_tables, case.key_cache, case.value_cache, context_len)
-    out, lse = backend.ops.paged_attention(*arguments, return_lse=True, **options)
-    assert_same_bits(out, batched_out[0])
-    assert_same_bits(lse, batched_lse[0])
-    assert_same_bits(backend.ops.paged_attention(*arguments, **options), out)
-    buffer = poisoned(4, 16, dtype=torch.float32, device=backend.device)
-    assert backend.ops.paged_attention(*arguments, out=buffer, **options).data_ptr() == buffer.data_ptr()
-    assert_same_bits(buffer, out)
-
-
-@pytest.mark.parametrize("query_lens", [None, [2, 1]], ids=["decode", "prefill"])
-def test_out_is_written_and_returned(backend: Backend, query_lens: list[int] | None) -> None:
-    case = build_case([9, 4], query_lens, device=backend.device)
-    expected = case.run(backend, split_size=64)
-    # A slice of something bigger: heads and tokens apart, poison between them that must stay.
-    buffer = poisoned(expected.shape[0] + 1, 2, 4, 24, dtype=torch.float32, device=backend.device)
-    before = buffer.clone()
-    view = buffer[1:, 1, :, 8:]
-    returned = case.run(backend, out=view, split_size=64)
-    assert returned.data_ptr() == view.data_ptr() and returned.stride() == view.stride()
-    assert_same_bits(view.contiguous(), expected)
-    view.copy_(before[1:, 1, :, 8:])
-    assert_same_bits(buffer, before)
-    out, lse = case.run(backend, out=view, return_lse=True, split_size=64)
-    assert out.data_ptr() == view.data_ptr() and lse.shape == expected.shape[:2]
-
-
-def test_query_layouts(backend: Backend) -> None:
-    case = build_case([9, 4], [5, 2], device=backend.device, dtype=torch.bfloat16)
-    expected = case.run(backend, split_size=64)
-    fused = poisoned(7, 8 * 16, dtype=torch.bfloat16, device=backend.device)  # query, key and value of a projection
-    sliced = fused[:, 16 : 16 + 64].view(7, 4, 16)
-    sliced.copy_(case.query)
-    transposed = case.query.transpose(0, 1).contiguous().transpose(0, 1)  # heads outermost
-    repeated = case.query[:, :1].expand(7, 4, 16)  # stride 0: multi-query heads that are all one
-    for query in (sliced, transposed):
-        out = backend.ops.paged_attention(query, *case.arguments[1:], **case.keywords, split_size=64)
-        assert_same_bits(out, expected)
-    out = backend.ops.paged_attention(repeated, *case.arguments[1:], **case.keywords, split_size=64)
-    expected = backend.ops.paged_attention(repeated.contiguous(), *case.arguments[1:], **case.keywords, split_size=64)
-    assert_same_bits(out, expected)
-
-
-def test_zero_query_len(backend: Backend) -> None:
-    case = build_case([0, 3, 0, 5], [0, 1, 0, 1], device=backend.device, num_heads=9, num_kv_heads=3)
-    out = check_attention(backend, case)
-    assert out.shape == (2, 9, 16)
-    # Sequences without a query: their blocks are not needed, so their tables may hold anything.
-    case = build_case([7, 3, 9], [0, 2, 0], device=backend.device)
-    assert (case.block_tables[0] != case.block_tables[0].clamp(0, 5)).all()
-    check_attention(backend, case)
-
-
-@pytest.mark.parametrize("batch", ["no tokens", "no sequences", "decode without sequences"])
-def test_empty_batches(backend: Backend, batch: str) -> None:
-    lens, query_lens = {
-        "no tokens": ([0, 3], [0, 0]),
-        "no sequences": ([], []),
-        "decode without sequences": ([], None),
-    }[batch]
-    case = build_case([1], device=backend.device)
-    query_start_loc = None
-    if query_lens is not None:
-        query_start_loc = backend.tensor([0] * (len(query_lens) + 1))
-    out, lse = backend.ops.paged_attention(
-        case.query[:0],
-        torch.full((len(lens), 2), -1, dtype=torch.int32, device=backend.device),
-        case.key_cache,
-        case.value_cache,
-        backend.tensor(lens),
-        query_start_loc=query_start_loc,
-        return_lse=True,
-    )
-    assert out.shape == (0, 4, 16) and lse.shape == (0, 4)
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_name)
-def test_seq_len_zero(backend: Backend, dtype: torch.dtype) -> None:
-    case = build_case([5, 0, 17, 0], device=backend.device, dtype=dtype, extra_table_entries=0)
-    assert (case.block_tables[[1, 3]] < 0).any()
-    out = poisoned(4, 4, 16, dtype=dtype, device=backend.device)
-    _, lse = case.run(backend, out=out, return_lse=True)
-    assert (out[[1, 3]] == 0).all() and (lse[[1, 3]] == -torch.inf).all()
-    check_attention(backend, case)
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-def test_padding_rows_of_query_start_loc(backend: Backend, sinks: bool) -> None:
-    options = {"sinks": torch.ones(4, device=backend.device)} if sinks else {}
-    case = build_case([9, 4], [3, 2], device=backend.device, num_padding_rows=4, **options)
-    buffer = poisoned(9, 4, 16, dtype=torch.float32, device=backend.device)
-    out, lse = case.run(backend, out=buffer, return_lse=True)
-    assert (out[5:] == 0).all() and (lse[5:] == -torch.inf).all()
-    check_attention(backend, case)
-    without = build_case([9, 4], [3, 2], device=backend.device, **options)
-    assert_same_bits(
-        case.run(backend, split_size=64)[:5], without.run(backend, split_size=64, max_query_len=3)
-    )
-
-
 @pytest.mark.parametrize("cache_dtype", QUANTIZED_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=dtype_name)
 def test_varlen_paged_split_combo(backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
@@ -370,47 +281,3 @@ def test_varlen_paged_split_combo(backend: Backend, dtype: torch.dtype, cache_dt
         )
         for split_size in (None, 1_000, 64, 48):
             check_attention(backend, case, split_size=split_size)
-
-
-def test_table_ignored_on_prefix_hit(backend: Backend) -> None:
-    # 32 cached tokens in blocks 9 and 2, 5 new ones in block 4: equal to the last rows of a prefill of all 37.
-    case = build_case([37], [37], device=backend.device, block_size=16)
-    whole = check_attention(backend, case)
-    moved = [torch.full_like(cache, torch.nan)[:1].repeat(10, 1, 1, 1) for cache in case.arguments[2:4]]
-    for cache, source in zip(moved, case.arguments[2:4], strict=True):
-        cache[[9, 2, 4]] = source[case.block_tables[0, :3].long()]
-    chunk = backend.ops.paged_attention(
-        case.query[32:],
-        backend.tensor([[9, 2, 4]]),
-        *moved,
-        case.context_lens,
-        query_start_loc=backend.tensor([0, 5]),
-    )
-    torch.testing.assert_close(chunk, whole[32:], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.operators("paged_attention", "reshape_and_cache")
-def test_graph_padded_batch(backend: Backend) -> None:
-    # Three sequences in a batch padded to eight: length 0, slot -1, garbage tables, poisoned rows.
-    case = build_case([5, 9, 12], device=backend.device)
-    padded_query = poisoned(8, 4, 16, dtype=torch.float32, device=backend.device)
-    padded_query[:3] = case.query
-    tables = torch.full((8, case.block_tables.shape[1]), 77_777, dtype=torch.int32, device=backend.device)
-    tables[:3] = case.block_tables
-    lens = backend.tensor([5, 9, 12, 0, 0, 0, 0, 0])
-    rows = poisoned(8, 2, 16, dtype=torch.float32, device=backend.device)
-    rows[:3] = torch.randn(3, 2, 16).to(backend.device)
-    last = case.context_lens.long() - 1
-    slots = case.block_tables.gather(1, (last // 4)[:, None])[:, 0].long() * 4 + last % 4
-    slot_mapping = torch.cat([slots, torch.full((5,), -1, device=backend.device)])
-    before = [case.key_cache.clone(), case.value_cache.clone()]
-    backend.ops.reshape_and_cache(rows, rows, case.key_cache, case.value_cache, slot_mapping)
-    for cache, old in zip(case.arguments[2:4], before, strict=True):
-        old.view(-1, 2, 16)[slots] = rows[:3]
-        assert_same_bits(cache, old)
-    for loc in (None, backend.tensor([0, 1, 2, 3, 3, 3, 3, 3, 3])):
-        out = backend.ops.paged_attention(
-            padded_query, tables, case.key_cache, case.value_cache, lens, query_start_loc=loc, split_size=64
-        )
-        assert (out[3:] == 0).all()
-        assert_same_bits(out[:3], case.run(backend, split_size=64))

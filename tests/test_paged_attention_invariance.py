@@ -21,6 +21,7 @@ from helpers import (
     dtype_name,
     poison_,
 )
+
 from pagedkv import reference
 
 OPERATORS = ("paged_attention",)
@@ -49,9 +50,9 @@ def threads() -> Iterator[Any]:
 
 
 def permuted(case: Case, seed: int = 3) -> Case:
-    """The same sequences in other physical blocks of a bigger pool, with a wider table full of other garbage."""
+    """The same sequences in other blocks of a bigger pool, with a wider table full of other garbage."""
     generator = torch.Generator().manual_seed(seed)
-    num_blocks, block_size = case.key_cache.shape[:2]
+    num_blocks = case.key_cache.shape[0]
     new_place = torch.randperm(num_blocks + 5, generator=generator)[:num_blocks].to(case.query.device)
     caches = []
     for cache in case.arguments[2:4]:
@@ -93,7 +94,12 @@ def test_physical_place_of_blocks(
 @pytest.mark.parametrize("split_size", [64, 17, 256])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
-    [(torch.float32, None), (torch.bfloat16, None), (torch.float16, torch.int8), (torch.bfloat16, torch.float8_e4m3fn)],
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, torch.int8),
+        (torch.bfloat16, torch.float8_e4m3fn),
+    ],
     ids=dtype_name,
 )
 def test_batch_variance(
@@ -134,7 +140,9 @@ def test_batch_variance_with_many_neighbours(backend: Backend, num_neighbours: i
 def test_decode_and_prefill_rows(backend: Backend, dtype: torch.dtype, split_size: int, options: str) -> None:
     query_len, context_len = 70, 260
     keywords = {**head_options(backend, options), "split_size": split_size, "return_lse": True}
-    case = build_case([context_len], [query_len], device=backend.device, head_dim=16, block_size=16, dtype=dtype)
+    case = build_case(
+        [context_len], [query_len], device=backend.device, head_dim=16, block_size=16, dtype=dtype
+    )
     out, lse = case.run(backend, **keywords)
     for row in (0, 1, 5, 63, 64, 69):
         length = context_len - query_len + row + 1
@@ -232,35 +240,48 @@ def test_strided_cache_view_read(
 def test_table_width_and_hints_with_split_size(backend: Backend) -> None:
     case = build_case([150, 33, 6], [4, 33, 1], device=backend.device, extra_table_entries=0)
     expected = case.run(backend, split_size=64)
-    wide = torch.cat([case.block_tables, torch.full((3, 100), -5, dtype=torch.int32, device=backend.device)], dim=1)
+    wide = torch.cat(
+        [case.block_tables, torch.full((3, 100), -5, dtype=torch.int32, device=backend.device)], dim=1
+    )
     strided = wide.t().contiguous().t()[:, : case.block_tables.shape[1]]
     for hint in (33, 38, 1000):
         for tables in (case.block_tables, wide, wide[:, : case.block_tables.shape[1]]):
-            out = dataclasses.replace(case, block_tables=tables).run(backend, split_size=64, max_query_len=hint)
+            out = dataclasses.replace(case, block_tables=tables).run(
+                backend, split_size=64, max_query_len=hint
+            )
             assert_same_bits(out, expected)
     assert strided.stride(1) != 1
     with pytest.raises(ValueError, match=r"block_tables.*contiguous"):
         dataclasses.replace(case, block_tables=strided).run(backend, split_size=64)
 
 
-# ------------------------------------------------------------------------- memory that no query may see or touch
+# ------------------------------------------------------------- memory that no query may see or touch
 
 
 @pytest.mark.parametrize("filler", [float("nan"), float("inf"), -float("inf"), 3e38])
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16, torch.float16, *QUANTIZED_DTYPES], ids=dtype_name)
+@pytest.mark.parametrize(
+    "cache_dtype", [torch.float32, torch.bfloat16, torch.float16, *QUANTIZED_DTYPES], ids=dtype_name
+)
 def test_nan_in_unused_tail_v(backend: Backend, cache_dtype: torch.dtype, phase: str, filler: float) -> None:
     block_size = 16
     context_lens = [1, block_size - 1, block_size, block_size + 1, 3 * block_size - 5]
     query_lens = [1, 2, 16, 17, 5] if phase == "prefill" else None
     dtype = torch.float32 if cache_dtype in QUANTIZED_DTYPES else cache_dtype
     case = build_case(
-        context_lens, query_lens, device=backend.device, dtype=dtype, cache_dtype=cache_dtype, block_size=block_size
+        context_lens,
+        query_lens,
+        device=backend.device,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        block_size=block_size,
     )
     caches = []
     for fill in (filler, 0.0):
         rows = torch.full((1, 2, 16), fill)
-        stored = reference.as_bytes(rows.to(cache_dtype) if cache_dtype != torch.int8 else rows.nan_to_num(99).to(torch.int8))
+        stored = reference.as_bytes(
+            rows.to(cache_dtype) if cache_dtype != torch.int8 else rows.nan_to_num(99).to(torch.int8)
+        )
         pair = []
         for cache in case.arguments[2:4]:
             filled = torch.empty_like(cache)

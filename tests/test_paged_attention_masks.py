@@ -1,7 +1,7 @@
 """paged_attention: what a query sees and how scores become weights, with values worked out by hand.
 
-Keys of zero make every weight equal, so that the output is the mean of the visible values and lse the logarithm
-of their number; values equal to the key's position turn an off-by-one into a difference of 0.5.
+Keys of zero make every weight equal, so that the output is the mean of the visible values and lse the
+logarithm of their number; values equal to the key's position turn an off-by-one into a difference of 0.5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def first_elements(out: Tensor) -> list[float]:
 
 
 def two_key_case(backend: Backend, logit: float, query_len: int = 1) -> Case:
-    """Two keys whose scaled logits are `logit` and 0 and whose values are 1 and 0; head_dim 64, scale 0.125."""
+    """Two keys with scaled logits `logit` and 0 and values 1 and 0; head_dim 64, scale 0.125."""
     case = build_case([2], [query_len], device=backend.device, num_heads=1, num_kv_heads=1, head_dim=64)
     block = int(case.block_tables[0, 0])
     case.query.zero_()
@@ -130,7 +130,13 @@ def test_window_ignored_in_decode(backend: Backend, context_len: int) -> None:
 def test_window_masks_first_tile(backend: Backend, split_size: int | None) -> None:
     for query_len in (10, 130):
         case = build_case(
-            [1000], [query_len], device=backend.device, head_dim=8, block_size=16, window=8, split_size=split_size
+            [1000],
+            [query_len],
+            device=backend.device,
+            head_dim=8,
+            block_size=16,
+            window=8,
+            split_size=split_size,
         )
         check_attention(backend, case)
 
@@ -153,7 +159,7 @@ def test_window_with_chunked_prefill(backend: Backend) -> None:
             begin = end
 
 
-# ------------------------------------------------------------------------------------------------- score steps
+# --------------------------------------------------------------------------------------- score steps
 
 
 @pytest.mark.parametrize("split_size", [None, 1, 64])
@@ -176,7 +182,9 @@ def test_softcap_order(backend: Backend) -> None:
     # The cap comes before ALiBi: a bias of -20 on the first key outweighs the cap of 5.
     slopes = torch.full((1,), 20.0, device=backend.device)
     expected = 1 / (1 + math.exp(-(5 * math.tanh(2) - 20)))
-    assert case.run(backend, softcap=5.0, alibi_slopes=slopes)[0, 0, 0].item() == pytest.approx(expected, rel=1e-4)
+    assert case.run(backend, softcap=5.0, alibi_slopes=slopes)[0, 0, 0].item() == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_softcap_takes_extreme_scores(backend: Backend) -> None:
@@ -200,7 +208,9 @@ def test_softmax_scale_may_be_any_number(backend: Backend, scale: float) -> None
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8, torch.float8_e5m2], ids=dtype_name)
 @pytest.mark.parametrize("split_size", [None, 1, 2, 64])
-def test_sink_counted_twice_or_lost(backend: Backend, split_size: int | None, cache_dtype: torch.dtype) -> None:
+def test_sink_counted_twice_or_lost(
+    backend: Backend, split_size: int | None, cache_dtype: torch.dtype
+) -> None:
     case = build_case([4, 0], device=backend.device, cache_dtype=cache_dtype, num_heads=2, num_kv_heads=1)
     block = int(case.block_tables[0, 0])
     case.key_cache[block] = 0
@@ -211,7 +221,8 @@ def test_sink_counted_twice_or_lost(backend: Backend, split_size: int | None, ca
     out, lse = case.run(backend, sinks=sinks, split_size=split_size, return_lse=True)
     torch.testing.assert_close(out[0], torch.full_like(out[0], 0.8), rtol=1e-6, atol=0)
     assert lse[0].tolist() == pytest.approx([math.log(5)] * 2, rel=1e-6)
-    assert (out[1] == 0).all() and (lse[1] == 0).all()
+    assert (out[1] == 0).all()
+    assert (lse[1] == 0).all()
     # A window that empties the first splits.
     out = case.run(backend, sinks=sinks, split_size=split_size, window=1)
     torch.testing.assert_close(out[0], torch.full_like(out[0], 0.5), rtol=1e-6, atol=0)
@@ -239,7 +250,6 @@ def test_lse_base_mismatch(backend: Backend) -> None:
     # A prefix of 4000 keys and a suffix of 96, merged, against all 4096 at once.
     case = build_case([4096], device=backend.device, head_dim=64, block_size=16)
     whole, whole_lse = case.run(backend, return_lse=True)
-    prefix = case.run(backend, kv_starts=None, return_lse=True)
     arguments = case.query, case.block_tables, case.key_cache, case.value_cache
     prefix = backend.ops.paged_attention(*arguments, backend.tensor([4000]), return_lse=True)
     suffix = case.run(backend, kv_starts=backend.tensor([4000]), return_lse=True)
@@ -248,7 +258,7 @@ def test_lse_base_mismatch(backend: Backend) -> None:
     torch.testing.assert_close(merged_lse, whole_lse, rtol=1e-5, atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------- ALiBi
+# --------------------------------------------------------------------------------------------- ALiBi
 
 
 @pytest.mark.parametrize("split_size", [None, 1, 2, 64])
@@ -295,7 +305,7 @@ def test_alibi_slope_precision(backend: Backend) -> None:
         case.run(backend, alibi_slopes=slope.to(torch.bfloat16).to(backend.device))
 
 
-# ----------------------------------------------------------------------------------------- kv_starts and trees
+# ------------------------------------------------------------------------------- kv_starts and trees
 
 
 @pytest.mark.parametrize("split_size", [None, 3, 64])
@@ -303,7 +313,8 @@ def test_kv_starts_hide_left_padding(backend: Backend, split_size: int | None) -
     case = mean_case(backend, [9, 9, 9, 9], [2, 2, 2, 2], kv_starts=[0, 3, 8, 9])
     out, lse = case.run(backend, return_lse=True, split_size=split_size)
     assert first_elements(out) == pytest.approx([3.5, 4.0, 5.0, 5.5, 0.0, 8.0, 0.0, 0.0], rel=1e-6)
-    assert (out[[4, 6, 7]] == 0).all() and (lse[[4, 6, 7]] == -torch.inf).all()
+    assert (out[[4, 6, 7]] == 0).all()
+    assert (lse[[4, 6, 7]] == -torch.inf).all()
     check_attention(backend, case, window=4)
     check_attention(backend, case, causal=False)
 
@@ -343,7 +354,9 @@ def test_tree_mask_wider_than_the_sequence(backend: Backend) -> None:
 
 def test_tree_mask_may_see_forward_and_nothing(backend: Backend) -> None:
     # The mask decides alone among its keys: a row may see a later key, and may see none.
-    case = mean_case(backend, [3, 6], [3, 2], tree_mask=tree(["..x", "...", "x.x", "..x", "..."], backend.device))
+    case = mean_case(
+        backend, [3, 6], [3, 2], tree_mask=tree(["..x", "...", "x.x", "..x", "..."], backend.device)
+    )
     out, lse = case.run(backend, return_lse=True)
     assert first_elements(out) == pytest.approx([2.0, 0.0, 1.0, 2.0, 1.0], rel=1e-6)
     assert lse[1].item() == -torch.inf

@@ -20,6 +20,7 @@ from helpers import (
     huge_cache,
     sparse_zeros,
 )
+
 from pagedkv import reference
 
 OPERATORS = ("paged_attention",)
@@ -32,14 +33,16 @@ def test_scales_ignored_on_one_path(
     backend: Backend, cache_dtype: torch.dtype, query_lens: list[int] | None, split_size: int | None
 ) -> None:
     # K is stored as K / 0.25 and V as V / 0.5, so V = 1 must come out as 1 and K shows in lse.
-    case = build_case([11], query_lens, device=backend.device, cache_dtype=cache_dtype, k_scale=0.25, v_scale=0.5)
+    case = build_case(
+        [11], query_lens, device=backend.device, cache_dtype=cache_dtype, k_scale=0.25, v_scale=0.5
+    )
     for entry in case.block_tables[0, :3].tolist():
-        reference.as_bytes(case.value_cache)[entry] = reference.as_bytes(torch.tensor([2.0]).to(cache_dtype)).to(
-            backend.device
-        )
-        reference.as_bytes(case.key_cache)[entry] = reference.as_bytes(torch.tensor([12.0]).to(cache_dtype)).to(
-            backend.device
-        )
+        reference.as_bytes(case.value_cache)[entry] = reference.as_bytes(
+            torch.tensor([2.0]).to(cache_dtype)
+        ).to(backend.device)
+        reference.as_bytes(case.key_cache)[entry] = reference.as_bytes(
+            torch.tensor([12.0]).to(cache_dtype)
+        ).to(backend.device)
     case.query.fill_(0.5)
     out, lse = case.run(backend, split_size=split_size, return_lse=True)
     torch.testing.assert_close(out, torch.ones_like(out), rtol=1e-6, atol=0)
@@ -60,7 +63,9 @@ def test_scale_forms(backend: Backend, cache_dtype: torch.dtype, form: str) -> N
     check_attention(backend, build_case([9, 30], [2, 1], device=backend.device, **settings))
     if form == "float":  # a float is the same as that value for every head
         settings |= {"k_scale": torch.full((2,), 0.05), "v_scale": torch.full((2,), 0.3)}
-        settings = {k: v.to(backend.device) if isinstance(v, torch.Tensor) else v for k, v in settings.items()}
+        settings = {
+            k: v.to(backend.device) if isinstance(v, torch.Tensor) else v for k, v in settings.items()
+        }
         tensors = build_case([9, 30], [2, 1], device=backend.device, **settings)
         floats = build_case(
             [9, 30], [2, 1], device=backend.device, cache_dtype=cache_dtype, k_scale=0.05, v_scale=0.3
@@ -83,7 +88,12 @@ def test_float8_scales_default_to_one(backend: Backend, cache_dtype: torch.dtype
 def test_fp8_prefix_path(backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     case = build_case([40], [8], device=backend.device, block_size=16, dtype=dtype, cache_dtype=cache_dtype)
     check_attention(backend, case)
-    arguments = [case.query, case.block_tables, case.key_cache.view(torch.uint8), case.value_cache.view(torch.uint8)]
+    arguments = [
+        case.query,
+        case.block_tables,
+        case.key_cache.view(torch.uint8),
+        case.value_cache.view(torch.uint8),
+    ]
     with pytest.raises(TypeError, match=r"key_cache.*(uint8|Byte|unsigned char).*float8_e4m3fn"):
         backend.ops.paged_attention(*arguments, case.context_lens, **case.keywords)
 
@@ -124,7 +134,12 @@ def test_head_size_vector_width_cpu(backend: Backend, cache_dtype: torch.dtype, 
     # Every operand ends where its allocation ends: an overrun is a fault under AddressSanitizer.
     dtype = torch.float32 if cache_dtype == torch.int8 else cache_dtype
     case = build_case(
-        [8], device=backend.device, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype, extra_table_entries=0
+        [8],
+        device=backend.device,
+        head_dim=head_dim,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        extra_table_entries=0,
     )
     last_block = case.key_cache.shape[0] - 1
     for cache in case.arguments[2:4]:
@@ -133,7 +148,7 @@ def test_head_size_vector_width_cpu(backend: Backend, cache_dtype: torch.dtype, 
     check_attention(backend, case)
 
 
-# ------------------------------------------------------------------------------------------- offsets past 32 bits
+# ------------------------------------------------------------------------------ offsets past 32 bits
 
 
 @pytest.mark.parametrize(
@@ -185,7 +200,13 @@ def test_uint32_page_offset_wrap(backend: Backend, context_len: int) -> None:
     query = torch.randn(1, 1, 8, generator=generator).to(backend.device)
     outs = [
         backend.ops.paged_attention(
-            query, backend.tensor([table]), cache, cache, backend.tensor([context_len]), k_scale=0.01, v_scale=0.02
+            query,
+            backend.tensor([table]),
+            cache,
+            cache,
+            backend.tensor([context_len]),
+            k_scale=0.01,
+            v_scale=0.02,
         )
         for table in ([high, high + 2], [2, 1])
     ]

@@ -19,8 +19,9 @@ from helpers import (
     huge_cache,
     poisoned_caches,
 )
-from pagedkv import reference
 from torch import Tensor
+
+from pagedkv import reference
 
 OPERATORS = ("swap_blocks",)
 
@@ -41,11 +42,15 @@ def random_cache(
     layout: str = "contiguous",
 ) -> Tensor:
     """A cache of random bytes."""
-    cache, _ = poisoned_caches(num_blocks, block_size, num_kv_heads, (head_dim, head_dim), dtype, layout, device)
+    cache, _ = poisoned_caches(
+        num_blocks, block_size, num_kv_heads, (head_dim, head_dim), dtype, layout, device
+    )
     integers = reference.as_bytes(cache)
     info = torch.iinfo(integers.dtype)
     generator = torch.Generator().manual_seed(seed)
-    integers.copy_(torch.randint(info.min, info.max + 1, cache.shape, generator=generator, dtype=integers.dtype))
+    integers.copy_(
+        torch.randint(info.min, info.max + 1, cache.shape, generator=generator, dtype=integers.dtype)
+    )
     return cache
 
 
@@ -77,14 +82,20 @@ def test_every_dtype_and_layout(
     for head_dim in (16, 5):
         settings: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim}
         device = [random_cache(backend.device, 6, layout=source_layout, seed=i, **settings) for i in range(2)]
-        other = [random_cache(host(backend), 9, layout=destination_layout, seed=9 + i, **settings) for i in range(2)]
+        other = [
+            random_cache(host(backend), 9, layout=destination_layout, seed=9 + i, **settings)
+            for i in range(2)
+        ]
         check_swap(backend, device, other, pairs((0, 8), (5, 0), (1, 2), (2, 3), (3, 4)))  # out
         check_swap(backend, other, device, pairs((8, 1), (7, 0), (6, 5)))  # and in
 
 
 def test_out_and_back_is_exact(backend: Backend) -> None:
     for dtype in CACHE_DTYPES:
-        device, other = random_cache(backend.device, 6, dtype=dtype), random_cache(host(backend), 4, dtype=dtype, seed=1)
+        device, other = (
+            random_cache(backend.device, 6, dtype=dtype),
+            random_cache(host(backend), 4, dtype=dtype, seed=1),
+        )
         before = bits(device)
         backend.ops.swap_blocks(device, other, pairs((5, 0), (2, 1)))
         reference.as_bytes(device)[[5, 2]] = 0
@@ -174,17 +185,33 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Call], Call]]] = {
         "block_mapping.*num_pairs, 2",
         lambda a: {"block_mapping": torch.zeros(2, 3, dtype=torch.int64)},
     ),
-    "mapping rank": (ValueError, "block_mapping.*num_pairs, 2", lambda a: {"block_mapping": torch.tensor([0, 1])}),
+    "mapping rank": (
+        ValueError,
+        "block_mapping.*num_pairs, 2",
+        lambda a: {"block_mapping": torch.tensor([0, 1])},
+    ),
     "mapping dtype": (
         TypeError,
         "(?i)block_mapping.*(int64|long)",
         lambda a: {"block_mapping": pairs((0, 1)).to(torch.int32)},
     ),
     "fewer destinations": (ValueError, "destination", lambda a: {"destination": a["destination"][:1]}),
-    "block size": (ValueError, "destination", lambda a: {"destination": [c[:, :2] for c in a["destination"]]}),
+    "block size": (
+        ValueError,
+        "destination",
+        lambda a: {"destination": [c[:, :2] for c in a["destination"]]},
+    ),
     "heads": (ValueError, "destination", lambda a: {"destination": [c[:, :, :1] for c in a["destination"]]}),
-    "head_dim": (ValueError, "destination", lambda a: {"destination": [c[..., :8] for c in a["destination"]]}),
-    "dtypes": (TypeError, "destination.*source", lambda a: {"destination": [c.half() for c in a["destination"]]}),
+    "head_dim": (
+        ValueError,
+        "destination",
+        lambda a: {"destination": [c[..., :8] for c in a["destination"]]},
+    ),
+    "dtypes": (
+        TypeError,
+        "destination.*source",
+        lambda a: {"destination": [c.half() for c in a["destination"]]},
+    ),
     "rank": (ValueError, "source", lambda a: {"source": [c[0] for c in a["source"]]}),
     "strided": (
         ValueError,
@@ -248,10 +275,16 @@ def test_int32_offset_overflow(backend: Backend, dtype: torch.dtype) -> None:
     for number, block in enumerate(HUGE_BLOCKS):
         cache[block] = number + 1
     other = torch.zeros(len(HUGE_BLOCKS), 16, 1, 8, dtype=dtype)
-    backend.ops.swap_blocks(cache, other, pairs(*[(block, number) for number, block in enumerate(HUGE_BLOCKS)]))
+    backend.ops.swap_blocks(
+        cache, other, pairs(*[(block, number) for number, block in enumerate(HUGE_BLOCKS)])
+    )
     assert other[:, 0, 0, 0].tolist() == list(range(1, len(HUGE_BLOCKS) + 1))
     other += 10
-    backend.ops.swap_blocks(other, cache, pairs(*[(number, block + 1) for number, block in enumerate(HUGE_BLOCKS) if block != 511]))
+    backend.ops.swap_blocks(
+        other,
+        cache,
+        pairs(*[(number, block + 1) for number, block in enumerate(HUGE_BLOCKS) if block != 511]),
+    )
     for number, block in enumerate(HUGE_BLOCKS):
         if block != 511:
             assert (cache[block + 1] == number + 11).all()

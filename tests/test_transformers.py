@@ -1,95 +1,16 @@
-"""The transformers drop-in: generation and logits equal transformers' own eager attention with a DynamicCache."""
+"""The transformers drop-in: tokens and logits equal transformers' eager attention with a DynamicCache."""
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    bidirectional_mask_function,
-    chunked_causal_mask_function,
-    or_masks,
-    sliding_window_causal_mask_function,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from small_models import FAMILIES, PROMPT_LENS, generate, logits, make_cache, make_model, prompts
 
-import pagedkv
-from pagedkv.integrations.transformers import PagedCache, paged_attention_forward, paged_attention_mask
-
-WINDOW = 8
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.3,  # wide enough that attention decides which token is best
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,  # tied ones repeat the last token
-}
-CONFIGS: dict[str, Any] = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES),
-    "granite": lambda: transformers.GraniteConfig(**SIZES, attention_multiplier=0.6),  # its own softmax scale
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=WINDOW),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SIZES, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=4
-    ),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, sliding_window=WINDOW, num_local_experts=4, num_experts_per_tok=2
-    ),
-}
-FAMILIES = list(CONFIGS)
-PROMPT_LENS = (21, 5, 14)
-
-
-@functools.cache
-def make_model(family: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=dtype).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            torch.nn.init.normal_(parameter, 1.0, 2.0)
-    return model
-
-
-def prompts(lens: tuple[int, ...] = PROMPT_LENS, seed: int = 1) -> dict[str, Tensor]:
-    """Left-padded random tokens and their mask."""
-    generator = torch.Generator().manual_seed(seed)
-    width = max(lens)
-    ids = torch.randint(2, 97, (len(lens), width), generator=generator)
-    mask = (torch.arange(width) >= width - torch.tensor(lens)[:, None]).long()
-    return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def make_cache(model: transformers.PreTrainedModel, **options: Any) -> PagedCache:
-    cache = PagedCache(model, **{"num_blocks": 256, "block_size": 4, **options})
-    for pool in (*cache.pool.key_caches, *cache.pool.value_caches):
-        if pool.is_floating_point():
-            pool.view(torch.uint8).fill_(0xFF)  # NaN: what was never written must not be seen
-    return cache
-
-
-def generate(
-    model: transformers.PreTrainedModel, implementation: str, cache: Any = None, **options: Any
-) -> Tensor:
-    model.set_attn_implementation(implementation)
-    return model.generate(cache=cache, **{"max_new_tokens": 24, "do_sample": False, **options})
-
-
-@torch.no_grad()
-def logits(model: transformers.PreTrainedModel, implementation: str, **inputs: Any) -> Tensor:
-    model.set_attn_implementation(implementation)
-    return model(**inputs).logits
+from pagedkv.integrations.transformers import paged_attention_forward
 
 
 @pytest.mark.parametrize("block_size", [3, 16])
@@ -239,9 +160,9 @@ def test_multi_turn_continuation_after_rows_that_ended() -> None:
     new = prompts((5, 5, 5))["input_ids"]
     inputs = {"input_ids": torch.cat([expected, new], 1), "attention_mask": torch.cat([mask, new > 0], 1)}
     expected = generate(model, "eager", dynamic, **inputs)
-    used = cache.stats().num_used
-    assert torch.equal(generate(model, "pagedkv", cache, **inputs, max_new_tokens=1), expected[:, :-23])
-    assert cache.stats().num_used <= used + 2 * 3, "tokens after the end of a row kept their slots"
+    assert torch.equal(generate(model, "pagedkv", cache, **inputs), expected)
+    num_tokens = (inputs["attention_mask"].sum(1) + 23).tolist()
+    assert [sequence.num_computed_tokens for sequence in cache.sequences] == num_tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
@@ -294,7 +215,9 @@ def test_rows_are_repeated_and_selected() -> None:
     used = cache.stats().num_used
     cache.batch_repeat_interleave(2)
     assert (cache.batch_size, cache.stats().num_used) == (6, used)
+    first_row, second_row, *_ = cache.sequences
     cache.batch_select_indices(torch.tensor([True, False, False, True, True, True]))
+    assert (first_row.freed, second_row.freed) == (False, True)
     cache.reorder_cache(torch.tensor([3, 0, 0]))
     rows = torch.tensor([2, 0, 0])
     mask = torch.cat([inputs["attention_mask"][rows], torch.ones(3, 1)], 1)
@@ -380,193 +303,3 @@ def test_quantised_cache(kv_dtype: torch.dtype, implementation: str) -> None:
     seen = inputs["attention_mask"].bool()
     error = (paged - expected)[seen].abs().mean() / expected[seen].abs().mean()
     assert 0 < error < 0.2
-
-
-# Masks
-
-
-def test_both_functions_are_registered() -> None:
-    assert ALL_ATTENTION_FUNCTIONS["pagedkv"] is paged_attention_forward
-    assert ALL_MASK_ATTENTION_FUNCTIONS["pagedkv"] is paged_attention_mask
-
-
-def test_mask_function_passes_padding_on() -> None:
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    assert torch.equal(paged_attention_mask(2, 4, 4, attention_mask=mask), mask.bool())
-    assert torch.equal(paged_attention_mask(2, 1, 3, 3, 1, attention_mask=mask), mask[:, 1:].bool())
-    window = sliding_window_causal_mask_function(5)
-    assert torch.equal(paged_attention_mask(2, 4, 4, mask_function=window, attention_mask=mask), mask.bool())
-    assert paged_attention_mask(2, 4, 4, attention_mask=torch.ones(2, 4)) is None
-    assert paged_attention_mask(2, 4, 4) is None
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        bidirectional_mask_function,
-        chunked_causal_mask_function(4, torch.zeros(1)),
-        or_masks(bidirectional_mask_function),
-        lambda batch_idx, head_idx, q_idx, kv_idx: kv_idx <= q_idx,
-    ],
-)
-def test_mask_function_refuses_other_patterns(pattern: Any) -> None:
-    with pytest.raises(NotImplementedError, match="supports causal masks"):
-        paged_attention_mask(1, 4, 4, mask_function=pattern)
-
-
-def test_masks_that_do_not_fit_are_errors() -> None:
-    with pytest.raises(ValueError, match=r"shape \[1, 3\].*cover all \[1, 4\]"):
-        paged_attention_mask(1, 2, 4, 2, attention_mask=torch.ones(1, 3))
-    with pytest.raises(NotImplementedError, match="static caches"):
-        paged_attention_mask(1, 2, 8)
-    model = make_model("llama")
-    with pytest.raises(NotImplementedError, match="2-D padding mask"):
-        logits(model, "pagedkv", input_ids=torch.ones(1, 3).long(), attention_mask=torch.zeros(1, 1, 3, 3))
-    with pytest.raises(NotImplementedError, match="static caches"):
-        generate(model, "pagedkv", **prompts(), cache_implementation="static")
-    packed = {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.tensor([[0, 1, 0, 1]])}
-    with pytest.raises(NotImplementedError, match="packed"):
-        logits(model, "pagedkv", **packed, use_cache=False)
-    with pytest.raises(NotImplementedError, match="padding between tokens"):
-        logits(
-            model,
-            "pagedkv",
-            input_ids=torch.ones(1, 3).long(),
-            attention_mask=torch.tensor([[1, 0, 1]]),
-            use_cache=False,
-        )
-
-
-# What is not supported says so
-
-
-def attention(**options: Any) -> None:
-    """Call the attention function on dense keys."""
-    states = torch.zeros(1, 2, 3, 8)
-    paged_attention_forward(torch.nn.Identity(), states, states, states, None, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"dropout": 0.1}, ValueError, "dropout must be 0"),
-        ({"is_causal": False}, NotImplementedError, "not causal"),
-        ({"position_bias": torch.zeros(1)}, NotImplementedError, "position_bias"),
-        ({"cu_seq_lens_q": torch.zeros(2)}, NotImplementedError, "cu_seq_lens_q"),
-        ({"output_attentions": True}, NotImplementedError, "output_attentions"),
-    ],
-)
-def test_attention_options_that_are_not_supported(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    attention(position_bias=None, output_attentions=False)
-    with pytest.raises(error, match=message):
-        attention(**options)
-
-
-def test_training_is_an_error() -> None:
-    model = transformers.LlamaForCausalLM(CONFIGS["llama"]())
-    model.set_attn_implementation("pagedkv")
-    cache = make_cache(model)
-    with pytest.raises(RuntimeError, match="torch.no_grad"):
-        model(**prompts(), cache=cache)
-    assert cache.stats().num_used > 0
-    logits(model, "pagedkv", **prompts(), cache=cache)  # what broke off is forgotten
-    assert cache.get_seq_length() == 21
-
-
-def test_output_attentions_is_an_error() -> None:
-    model = make_model("llama")
-    with pytest.raises((ValueError, NotImplementedError), match="output_attentions"):
-        logits(model, "pagedkv", **prompts(), cache=make_cache(model), output_attentions=True)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (transformers.BartConfig(), "encoder-decoder"),
-        (transformers.Llama4TextConfig(num_hidden_layers=4), "chunked_attention"),
-        (transformers.Qwen3NextConfig(num_hidden_layers=4), "linear_attention"),
-        (transformers.Gemma3nTextConfig(), "shared keys"),
-    ],
-)
-def test_models_that_are_not_supported(config: transformers.PreTrainedConfig, message: str) -> None:
-    with pytest.raises(NotImplementedError, match=message):
-        PagedCache(config, num_blocks=1)
-
-
-def test_latent_attention_is_an_error() -> None:
-    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
-    config = transformers.DeepseekV3Config(**sizes, kv_lora_rank=16, q_lora_rank=16, n_routed_experts=8)
-    model = transformers.DeepseekV3ForCausalLM(config).eval()
-    with pytest.raises(ValueError, match="this model is not supported"):
-        logits(model, "pagedkv", input_ids=torch.ones(1, 3).long(), cache=make_cache(model))
-
-
-def test_a_model_that_hides_its_window_is_an_error() -> None:
-    sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    config = transformers.PhimoeConfig(**sizes, sliding_window=WINDOW, num_local_experts=4)
-    model = transformers.PhimoeForCausalLM(config).eval()
-    with pytest.raises(NotImplementedError, match="sliding_window 8 in the config"):
-        logits(model, "pagedkv", input_ids=torch.ones(1, 3).long(), cache=make_cache(model))
-
-
-def test_pool_size_is_required() -> None:
-    config = CONFIGS["llama"]()
-    with pytest.raises(ValueError, match="num_blocks"):
-        PagedCache(config)
-    cache = PagedCache(config, memory="1MiB", dtype=torch.bfloat16)
-    assert cache.stats().bytes == 2**20
-    assert cache.pool.num_blocks == 2**20 // (2 * 2 * 2 * 16 * 16 * 2)
-
-
-def test_another_batch_size_is_an_error() -> None:
-    model = make_model("llama")
-    cache = make_cache(model)
-    logits(model, "pagedkv", **prompts(), cache=cache)
-    with pytest.raises(ValueError, match=r"holds a batch of 3, this one has 1 .*reset"):
-        logits(model, "pagedkv", input_ids=torch.tensor([[5]]), cache=cache)
-
-
-def test_out_of_memory_changes_nothing() -> None:
-    model = make_model("llama")
-    cache = make_cache(model, num_blocks=13)
-    logits(model, "pagedkv", **prompts(), cache=cache)
-    before = (repr(cache), cache.stats())
-    with pytest.raises(pagedkv.OutOfMemoryError, match="1 of 13 blocks of 4 tokens are free.*12 more tokens"):
-        generate(model, "pagedkv", cache, input_ids=torch.ones(3, 4).long(), attention_mask=long_mask())
-    assert (repr(cache), cache.stats()) == before
-    cache.crop(-1)
-    logits(
-        model,
-        "pagedkv",
-        input_ids=torch.ones(3, 1).long(),
-        attention_mask=prompts()["attention_mask"],
-        cache=cache,
-    )
-
-
-def long_mask() -> Tensor:
-    return torch.cat([prompts()["attention_mask"], torch.ones(3, 4)], 1).long()
-
-
-def test_a_forward_pass_that_broke_off_leaves_no_trace() -> None:
-    model, inputs = make_model("llama"), prompts()
-    cache = make_cache(model)
-    expected = logits(model, "pagedkv", **inputs, cache=cache)
-    cache.reset()
-    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        logits(model, "pagedkv", **inputs, cache=cache)
-    broken.remove()
-    assert cache.get_seq_length() == 0
-    assert torch.equal(logits(model, "pagedkv", **inputs, cache=cache), expected)
-
-
-def test_keys_that_never_arrive_are_an_error() -> None:
-    model = make_model("llama")
-    config = CONFIGS["llama"]()
-    config._attn_implementation = "pagedkv"
-    cache = PagedCache(config, num_blocks=32)
-    with pytest.raises(RuntimeError, match="never reached pagedkv's attention function"):
-        logits(model, "eager", **prompts(), cache=cache)

@@ -18,33 +18,39 @@ void check_caches_of(at::TensorList caches, const char* name) {
   }
 }
 
-void check_pair(const Tensor& source, const char* source_name, const Tensor& destination, const char* destination_name) {
+void check_pair(const Tensor& source, const char* source_name, const Tensor& destination,
+                const char* destination_name) {
   check_same_dtype(destination, destination_name, source, source_name);
   for (int64_t dim = 1; dim < 4; ++dim) {
-    TORCH_CHECK_VALUE(source.size(dim) == destination.size(dim), destination_name, " has blocks of the shape ",
-                      destination.sizes().slice(1), ", but those of ", source_name, " are ", source.sizes().slice(1));
+    TORCH_CHECK_VALUE(source.size(dim) == destination.size(dim), destination_name,
+                      " has blocks of the shape ", destination.sizes().slice(1), ", but those of ",
+                      source_name, " are ", source.sizes().slice(1));
   }
 }
 
-std::vector<BlockPair> read_pairs(const Tensor& block_mapping, int64_t num_source_blocks, int64_t num_destination_blocks) {
+std::vector<BlockPair> read_pairs(const Tensor& block_mapping, int64_t num_source_blocks,
+                                  int64_t num_destination_blocks) {
   check_dtype(block_mapping, "block_mapping", at::kLong);
   TORCH_CHECK_VALUE(block_mapping.is_cpu(), "block_mapping is on ", block_mapping.device(),
                     "; it must be on the CPU, where the pairs come from");
   TORCH_CHECK_VALUE(block_mapping.dim() == 2 && block_mapping.size(1) == 2,
-                    "block_mapping must be [num_pairs, 2] (source, destination), got the shape ", block_mapping.sizes());
+                    "block_mapping must be [num_pairs, 2] (source, destination), got the shape ",
+                    block_mapping.sizes());
   const auto* ids = block_mapping.const_data_ptr<int64_t>();
   const int64_t row = block_mapping.stride(0), column = block_mapping.stride(1);
   std::vector<BlockPair> pairs(block_mapping.size(0));
   std::unordered_set<int64_t> seen(pairs.size());
   for (size_t i = 0; i < pairs.size(); ++i) {
     const BlockPair pair{ids[i * row], ids[i * row + column]};
-    TORCH_CHECK_INDEX(pair.source >= 0 && pair.source < num_source_blocks, "block_mapping[", i, "] has the source ",
-                      pair.source, ", outside the pool of ", num_source_blocks, " blocks");
-    TORCH_CHECK_INDEX(pair.destination >= 0 && pair.destination < num_destination_blocks, "block_mapping[", i,
-                      "] has the destination ", pair.destination, ", outside the pool of ", num_destination_blocks,
+    TORCH_CHECK_INDEX(pair.source >= 0 && pair.source < num_source_blocks, "block_mapping[", i,
+                      "] has the source ", pair.source, ", outside the pool of ", num_source_blocks,
                       " blocks");
+    TORCH_CHECK_INDEX(pair.destination >= 0 && pair.destination < num_destination_blocks, "block_mapping[", i,
+                      "] has the destination ", pair.destination, ", outside the pool of ",
+                      num_destination_blocks, " blocks");
     TORCH_CHECK_VALUE(seen.insert(pair.destination).second, "block_mapping[", i, "] has the destination ",
-                      pair.destination, ", which another pair has too; a block can be written once in a call");
+                      pair.destination,
+                      ", which another pair has too; a block can be written once in a call");
     pairs[i] = pair;
   }
   return pairs;
@@ -86,8 +92,8 @@ void fill_layouts(const Tensor& source, const Tensor& destination, BlockLayout& 
 }
 
 int64_t block_extent(const BlockLayout& layout) {
-  return (layout.outer_rows - 1) * layout.outer_stride_bytes + (layout.inner_rows - 1) * layout.inner_stride_bytes +
-         layout.row_bytes;
+  return (layout.outer_rows - 1) * layout.outer_stride_bytes +
+         (layout.inner_rows - 1) * layout.inner_stride_bytes + layout.row_bytes;
 }
 
 bool same_blocks(const BlockLayout& a, const BlockLayout& b) {
@@ -107,8 +113,8 @@ bool may_overlap(const BlockLayout& a, const BlockLayout& b) {
   return shift < extent_a || shift + extent_b > stride;
 }
 
-// Puts the pairs first whose source some pair writes. Every source is to be read as it was before the call, so those are
-// read before anything is written.
+// Puts the pairs first whose source some pair writes. Every source is to be read as it was before the call,
+// so those are read before anything is written.
 int64_t count_staged(const std::vector<BlockLayout>& sources, const std::vector<BlockLayout>& destinations,
                      std::vector<BlockPair>& pairs) {
   bool within_caches = false;
@@ -126,9 +132,8 @@ int64_t count_staged(const std::vector<BlockLayout>& sources, const std::vector<
   for (const BlockPair& pair : pairs) {
     if (pair.source != pair.destination) written.insert(pair.destination);
   }
-  const auto middle = std::stable_partition(pairs.begin(), pairs.end(), [&](const BlockPair& pair) {
-    return written.count(pair.source) != 0;
-  });
+  const auto middle = std::stable_partition(
+      pairs.begin(), pairs.end(), [&](const BlockPair& pair) { return written.count(pair.source) != 0; });
   return middle - pairs.begin();
 }
 
@@ -149,11 +154,13 @@ CopyBlocksParams BlockCopy::params() const {
 
 BlockCopy plan_block_copy(at::TensorList sources, const char* sources_name, at::TensorList destinations,
                           const char* destinations_name, const Tensor& block_mapping) {
-  TORCH_CHECK_VALUE(sources.size() == destinations.size(), sources_name, " has ", sources.size(), " tensors, but ",
-                    destinations_name, " has ", destinations.size(), "; they are paired by position");
+  TORCH_CHECK_VALUE(sources.size() == destinations.size(), sources_name, " has ", sources.size(),
+                    " tensors, but ", destinations_name, " has ", destinations.size(),
+                    "; they are paired by position");
   check_caches_of(sources, sources_name);
   check_caches_of(destinations, destinations_name);
-  for (size_t i = 0; i < sources.size(); ++i) check_pair(sources[i], sources_name, destinations[i], destinations_name);
+  for (size_t i = 0; i < sources.size(); ++i)
+    check_pair(sources[i], sources_name, destinations[i], destinations_name);
   BlockCopy copy;
   copy.pairs = read_pairs(block_mapping, sources.empty() ? 0 : sources[0].size(0),
                           destinations.empty() ? 0 : destinations[0].size(0));
@@ -168,7 +175,8 @@ BlockCopy plan_block_copy(at::TensorList sources, const char* sources_name, at::
   if (copy.num_staged == 0) return copy;
   for (const BlockLayout& source : copy.sources) {
     const int64_t block_bytes = source.outer_rows * source.inner_rows * source.row_bytes;
-    copy.staging_tensors.push_back(at::empty({copy.num_staged * block_bytes}, sources[0].options().dtype(at::kByte)));
+    copy.staging_tensors.push_back(
+        at::empty({copy.num_staged * block_bytes}, sources[0].options().dtype(at::kByte)));
     copy.staging.push_back(static_cast<char*>(copy.staging_tensors.back().mutable_data_ptr()));
   }
   return copy;

@@ -1,4 +1,5 @@
-// What copy_blocks and swap_blocks check and fill alike: block layouts, the pairs, and which of them need staging.
+// What copy_blocks and swap_blocks check and fill alike: block layouts, the pairs, and which of them need
+// staging.
 #pragma once
 
 #include <vector>
@@ -19,8 +20,8 @@ struct BlockCopy {
   CopyBlocksParams params() const;
 };
 
-// Checks everything about the call, then lays it out. sources and destinations are lists of caches, paired by position;
-// the names are those of the operator's arguments.
+// Checks everything about the call, then lays it out. sources and destinations are lists of caches, paired by
+// position; the names are those of the operator's arguments.
 BlockCopy plan_block_copy(at::TensorList sources, const char* sources_name, at::TensorList destinations,
                           const char* destinations_name, const Tensor& block_mapping);
 

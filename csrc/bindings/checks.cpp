@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cstring>
 
-
 namespace pagedkv::bindings {
 
 namespace {
@@ -41,8 +40,8 @@ bool is_quantised(DType dtype) {
 }
 
 void check_dtype(const Tensor& tensor, const char* name, at::ScalarType expected) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, name, " has dtype ", tensor.scalar_type(), "; it must be ",
-                   expected);
+  TORCH_CHECK_TYPE(tensor.scalar_type() == expected, name, " has dtype ", tensor.scalar_type(),
+                   "; it must be ", expected);
 }
 
 void check_float_dtype(const Tensor& tensor, const char* name) {
@@ -51,13 +50,13 @@ void check_float_dtype(const Tensor& tensor, const char* name) {
 }
 
 void check_same_dtype(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  TORCH_CHECK_TYPE(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", tensor.scalar_type(), ", but ",
-                   other_name, " has ", other.scalar_type(), "; they must agree");
+  TORCH_CHECK_TYPE(tensor.scalar_type() == other.scalar_type(), name, " has dtype ", tensor.scalar_type(),
+                   ", but ", other_name, " has ", other.scalar_type(), "; they must agree");
 }
 
 void check_device(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
-  TORCH_CHECK_VALUE(tensor.device() == other.device(), name, " is on ", tensor.device(), ", but ", other_name, " is on ",
-                    other.device(), "; they must be on the same device");
+  TORCH_CHECK_VALUE(tensor.device() == other.device(), name, " is on ", tensor.device(), ", but ", other_name,
+                    " is on ", other.device(), "; they must be on the same device");
 }
 
 void check_layout(const Tensor& tensor, const char* name, const char* pattern) {
@@ -69,12 +68,12 @@ void check_layout(const Tensor& tensor, const char* name, const char* pattern) {
 }
 
 void check_size(const Tensor& tensor, const char* name, int64_t dim, int64_t expected, const char* what) {
-  TORCH_CHECK_VALUE(tensor.size(dim) == expected, name, " has the shape ", tensor.sizes(), "; its dimension ", dim,
-                    " must be ", what, ", that is ", expected);
+  TORCH_CHECK_VALUE(tensor.size(dim) == expected, name, " has the shape ", tensor.sizes(), "; its dimension ",
+                    dim, " must be ", what, ", that is ", expected);
 }
 
-void check_vector(const Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size, const char* pattern,
-                  const Tensor& other, const char* other_name) {
+void check_vector(const Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size,
+                  const char* pattern, const Tensor& other, const char* other_name) {
   check_dtype(tensor, name, dtype);
   check_device(tensor, name, other, other_name);
   check_layout(tensor, name, pattern);
@@ -99,13 +98,16 @@ void check_caches(const Tensor& key_cache, const Tensor& value_cache) {
 
 namespace {
 
-void check_scale(const Tensor& cache, const OptionalTensor& scale, std::optional<double> scale_value, const char* name) {
+void check_scale(const Tensor& cache, const OptionalTensor& scale, std::optional<double> scale_value,
+                 const char* name) {
   const bool given = scale.has_value() || scale_value.has_value();
   const DType dtype = dtype_of(cache, "key_cache");
-  TORCH_CHECK_VALUE(!given || is_quantised(dtype), name, " was given, but a ", cache.scalar_type(),
-                    " cache stores values as they are; scales go with float8_e4m3fn, float8_e5m2 and int8 caches");
-  TORCH_CHECK_VALUE(given || dtype != DType::int8, name,
-                    " is missing: an int8 cache needs both k_scale and v_scale (a float, or float32 [num_kv_heads])");
+  TORCH_CHECK_VALUE(
+      !given || is_quantised(dtype), name, " was given, but a ", cache.scalar_type(),
+      " cache stores values as they are; scales go with float8_e4m3fn, float8_e5m2 and int8 caches");
+  TORCH_CHECK_VALUE(
+      given || dtype != DType::int8, name,
+      " is missing: an int8 cache needs both k_scale and v_scale (a float, or float32 [num_kv_heads])");
   if (scale.has_value()) {
     check_vector(*scale, name, at::kFloat, cache.size(2), "[num_kv_heads]", cache, "the cache");
   }
@@ -180,10 +182,13 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
 #if defined(PAGEDKV_EMULATED) || defined(PAGEDKV_WITH_CUDA)
 void check_cuda(const char* op, cudaError_t error) {
   TORCH_CHECK(error == cudaSuccess, "pagedkv::", op, " failed on the device: ", cudaGetErrorString(error),
-              " (`python -m pagedkv` shows the architectures that were built; pagedkv.set_debug(True) checks indices)");
+              " (`python -m pagedkv` shows the architectures that were built; pagedkv.set_debug(True) checks "
+              "indices)");
 }
 #endif
 
 }  // namespace pagedkv::bindings
 
-TORCH_LIBRARY_FRAGMENT(PAGEDKV_NAMESPACE, m) { m.def("_set_debug(bool on) -> ()", &pagedkv::bindings::set_debug); }
+TORCH_LIBRARY_FRAGMENT(PAGEDKV_NAMESPACE, m) {
+  m.def("_set_debug(bool on) -> ()", &pagedkv::bindings::set_debug);
+}

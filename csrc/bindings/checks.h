@@ -1,8 +1,8 @@
-// Argument checks that read like a signature, and the one place where an operator chooses its back-end. With the other
-// files of this folder the only code that sees torch.
+// Argument checks that read like a signature, and the one place where an operator chooses its back-end. With
+// the other files of this folder the only code that sees torch.
 //
-// A wrong dtype is a TypeError, an index that the host can see a wrong value of an IndexError, everything else a ValueError.
-// Each message names the argument, what it was and what is supported.
+// A wrong dtype is a TypeError, an index that the host can see a wrong value of an IndexError, everything
+// else a ValueError. Each message names the argument, what it was and what is supported.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,13 +36,14 @@ void check_float_dtype(const Tensor& tensor, const char* name);  // float16, bfl
 void check_same_dtype(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name);
 void check_device(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name);
 
-// The number of dimensions, as a pattern such as "[num_tokens, num_heads, head_dim]", and a contiguous last one.
+// The number of dimensions, as a pattern such as "[num_tokens, num_heads, head_dim]", and a contiguous last
+// one.
 void check_layout(const Tensor& tensor, const char* name, const char* pattern);
 void check_size(const Tensor& tensor, const char* name, int64_t dim, int64_t expected, const char* what);
 
 // All of the above for a small tensor that goes with `other`: e.g. sinks, float32, [num_heads].
-void check_vector(const Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size, const char* pattern,
-                  const Tensor& other, const char* other_name);
+void check_vector(const Tensor& tensor, const char* name, at::ScalarType dtype, int64_t size,
+                  const char* pattern, const Tensor& other, const char* other_name);
 
 // key_cache and value_cache: dtypes, device, layout and agreement with each other.
 void check_caches(const Tensor& key_cache, const Tensor& value_cache);
@@ -62,11 +63,11 @@ void set_debug(bool on);
 void check_tables(const Tensor& block_tables, const Tensor& context_lens, const OptionalTensor& kv_starts,
                   const Tensor& cache);
 
-// IndexError for a context longer than its table, and for a needed entry outside the pool. The keys that sequence s needs
-// are [first_key(s), context_lens[s]).
+// IndexError for a context longer than its table, and for a needed entry outside the pool. The keys that
+// sequence s needs are [first_key(s), context_lens[s]).
 template <class FirstKey>
-void check_needed_blocks(const Tensor& block_tables, const Tensor& context_lens, int64_t block_size, int64_t num_blocks,
-                         FirstKey&& first_key) {
+void check_needed_blocks(const Tensor& block_tables, const Tensor& context_lens, int64_t block_size,
+                         int64_t num_blocks, FirstKey&& first_key) {
   const Tensor tables = block_tables.cpu(), lens = context_lens.cpu();
   const auto* table = tables.const_data_ptr<int32_t>();
   const auto* context_len = lens.const_data_ptr<int32_t>();
@@ -74,14 +75,15 @@ void check_needed_blocks(const Tensor& block_tables, const Tensor& context_lens,
   for (int64_t seq_idx = 0; seq_idx < lens.size(0); ++seq_idx) {
     const int64_t len = context_len[seq_idx];
     TORCH_CHECK_INDEX(len >= 0, "context_lens[", seq_idx, "] is ", len, "; it must not be negative");
-    TORCH_CHECK_INDEX(len <= capacity, "context_lens[", seq_idx, "] is ", len, ", but block_tables has room for ",
-                      tables.size(1), " blocks of ", block_size, " tokens, that is ", capacity);
+    TORCH_CHECK_INDEX(len <= capacity, "context_lens[", seq_idx, "] is ", len,
+                      ", but block_tables has room for ", tables.size(1), " blocks of ", block_size,
+                      " tokens, that is ", capacity);
     const int64_t begin = std::max<int64_t>(0, first_key(seq_idx));
     for (int64_t entry = begin / block_size; entry * block_size < len && begin < len; ++entry) {
       const int64_t block = table[seq_idx * tables.stride(0) + entry];
-      TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "block_tables[", seq_idx, ", ", entry, "] is ", block,
-                        ", outside the pool of ", num_blocks, " blocks (sequence ", seq_idx, " needs it for its ", len,
-                        " tokens)");
+      TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "block_tables[", seq_idx, ", ", entry, "] is ",
+                        block, ", outside the pool of ", num_blocks, " blocks (sequence ", seq_idx,
+                        " needs it for its ", len, " tokens)");
     }
   }
 }
@@ -95,7 +97,8 @@ const T* data_or_null(const OptionalTensor& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr<T>() : nullptr;
 }
 
-// In grad mode an input that requires grad is a RuntimeError; registered for every operator at the Autograd key.
+// In grad mode an input that requires grad is a RuntimeError; registered for every operator at the Autograd
+// key.
 void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 // Runs the back-end of `device`. `cuda` is null in a build without it, where no CUDA key is registered.
@@ -128,9 +131,9 @@ void run(const char* op, at::Device device, void (*cpu)(const Params&),
 
 // The last block of a binding file: its schema, and the function for every back-end that this library has.
 // PAGEDKV_CPU_OP is for an operator that has no CUDA kernel.
-#define PAGEDKV_SCHEMA(name, schema)                                                                   \
-  TORCH_LIBRARY_FRAGMENT(PAGEDKV_NAMESPACE, m) { m.def(#name schema, {at::Tag::pt2_compliant_tag}); }  \
-  TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, Autograd, m) {                                                 \
+#define PAGEDKV_SCHEMA(name, schema)                                                                  \
+  TORCH_LIBRARY_FRAGMENT(PAGEDKV_NAMESPACE, m) { m.def(#name schema, {at::Tag::pt2_compliant_tag}); } \
+  TORCH_LIBRARY_IMPL(PAGEDKV_NAMESPACE, Autograd, m) {                                                \
     m.impl(#name, torch::CppFunction::makeFromBoxedFunction<&::pagedkv::bindings::inference_only>()); \
   }
 

@@ -7,8 +7,8 @@ static void copy_blocks(at::TensorList key_caches, at::TensorList value_caches, 
                     " tensors, but value_caches has ", value_caches.size(), "; there is one of each a layer");
   std::vector<Tensor> caches(key_caches.begin(), key_caches.end());
   caches.insert(caches.end(), value_caches.begin(), value_caches.end());
-  const BlockCopy copy = plan_block_copy(caches, "key_caches and value_caches", caches, "key_caches and value_caches",
-                                         block_mapping);
+  const BlockCopy copy = plan_block_copy(caches, "key_caches and value_caches", caches,
+                                         "key_caches and value_caches", block_mapping);
   if (copy.pairs.empty() || copy.sources.empty()) return;
   PAGEDKV_RUN(copy_blocks, caches[0].device(), copy.params());
 }

@@ -20,31 +20,31 @@ int64_t count_tokens(const Tensor& context_lens, const OptionalTensor& kv_starts
 
 }  // namespace
 
-static std::tuple<Tensor, Tensor> gather_kv(const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
-                                            const Tensor& context_lens, const OptionalTensor& kv_starts,
-                                            std::optional<int64_t> total_tokens, const OptionalTensor& k_scale,
-                                            const OptionalTensor& v_scale, std::optional<double> k_scale_value,
-                                            std::optional<double> v_scale_value, std::optional<at::ScalarType> dtype) {
+static std::tuple<Tensor, Tensor> gather_kv(
+    const Tensor& key_cache, const Tensor& value_cache, const Tensor& block_tables,
+    const Tensor& context_lens, const OptionalTensor& kv_starts, std::optional<int64_t> total_tokens,
+    const OptionalTensor& k_scale, const OptionalTensor& v_scale, std::optional<double> k_scale_value,
+    std::optional<double> v_scale_value, std::optional<at::ScalarType> dtype) {
   check_caches(key_cache, value_cache);
   check_tables(block_tables, context_lens, kv_starts, key_cache);
   check_scales(key_cache, k_scale, k_scale_value, v_scale, v_scale_value);
   const bool quantised = is_quantised(dtype_of(key_cache, "key_cache"));
   const at::ScalarType out_dtype = dtype.value_or(quantised ? at::kFloat : key_cache.scalar_type());
-  TORCH_CHECK_TYPE(out_dtype == at::kHalf || out_dtype == at::kBFloat16 || out_dtype == at::kFloat, "dtype is ", out_dtype,
-                   "; supported: float16, bfloat16, float32");
+  TORCH_CHECK_TYPE(out_dtype == at::kHalf || out_dtype == at::kBFloat16 || out_dtype == at::kFloat,
+                   "dtype is ", out_dtype, "; supported: float16, bfloat16, float32");
   const bool checked = indices_are_checked(context_lens);
   if (checked) {
     const Tensor starts = kv_starts.has_value() ? kv_starts->cpu() : Tensor();
-    check_needed_blocks(block_tables, context_lens, key_cache.size(1), key_cache.size(0), [&](int64_t seq_idx) {
-      return starts.defined() ? starts.const_data_ptr<int32_t>()[seq_idx] : 0;
-    });
+    check_needed_blocks(
+        block_tables, context_lens, key_cache.size(1), key_cache.size(0),
+        [&](int64_t seq_idx) { return starts.defined() ? starts.const_data_ptr<int32_t>()[seq_idx] : 0; });
   }
   TORCH_CHECK_VALUE(!total_tokens.has_value() || *total_tokens >= 0, "total_tokens is ", *total_tokens,
                     "; it must not be negative");
   if (checked || !total_tokens.has_value()) {
     const int64_t counted = count_tokens(context_lens, kv_starts);
-    TORCH_CHECK_VALUE(!total_tokens.has_value() || *total_tokens == counted, "total_tokens is ", *total_tokens,
-                      ", but context_lens and kv_starts add up to ", counted);
+    TORCH_CHECK_VALUE(!total_tokens.has_value() || *total_tokens == counted, "total_tokens is ",
+                      *total_tokens, ", but context_lens and kv_starts add up to ", counted);
     total_tokens = counted;
   }
 
@@ -90,7 +90,8 @@ static std::tuple<Tensor, Tensor> gather_kv(const Tensor& key_cache, const Tenso
 
 }  // namespace pagedkv::bindings
 
-PAGEDKV_OP(gather_kv,
-           "(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor context_lens, Tensor? kv_starts, "
-           "SymInt? total_tokens, Tensor? k_scale, Tensor? v_scale, float? k_scale_value, float? v_scale_value, "
-           "ScalarType? dtype) -> (Tensor key, Tensor value)")
+PAGEDKV_OP(
+    gather_kv,
+    "(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor context_lens, Tensor? kv_starts, "
+    "SymInt? total_tokens, Tensor? k_scale, Tensor? v_scale, float? k_scale_value, float? v_scale_value, "
+    "ScalarType? dtype) -> (Tensor key, Tensor value)")

@@ -4,8 +4,8 @@
 
 namespace pagedkv::bindings {
 
-static std::tuple<Tensor, Tensor> merge_attn_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
-                                                    const Tensor& lse_b) {
+static std::tuple<Tensor, Tensor> merge_attn_states(const Tensor& out_a, const Tensor& lse_a,
+                                                    const Tensor& out_b, const Tensor& lse_b) {
   check_float_dtype(out_a, "out_a");
   check_same_dtype(out_b, "out_b", out_a, "out_a");
   check_dtype(lse_a, "lse_a", at::kFloat);
@@ -52,4 +52,5 @@ static std::tuple<Tensor, Tensor> merge_attn_states(const Tensor& out_a, const T
 
 }  // namespace pagedkv::bindings
 
-PAGEDKV_OP(merge_attn_states, "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)")
+PAGEDKV_OP(merge_attn_states,
+           "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)")

@@ -12,13 +12,13 @@ void check_query_start_loc(const Tensor& query_start_loc, int64_t num_tokens, in
   TORCH_CHECK_VALUE(start[0] == 0, "query_start_loc[0] is ", start[0], "; it must be 0");
   for (int64_t seq_idx = 0; seq_idx < num_seqs; ++seq_idx) {
     const int64_t query_len = static_cast<int64_t>(start[seq_idx + 1]) - start[seq_idx];
-    TORCH_CHECK_VALUE(query_len >= 0, "query_start_loc[", seq_idx + 1, "] is ", start[seq_idx + 1], ", less than the ",
-                      start[seq_idx], " before it; it must never fall");
-    TORCH_CHECK_VALUE(query_len <= max_query_len, "max_query_len is ", max_query_len, ", but sequence ", seq_idx, " has ",
-                      query_len, " query tokens");
+    TORCH_CHECK_VALUE(query_len >= 0, "query_start_loc[", seq_idx + 1, "] is ", start[seq_idx + 1],
+                      ", less than the ", start[seq_idx], " before it; it must never fall");
+    TORCH_CHECK_VALUE(query_len <= max_query_len, "max_query_len is ", max_query_len, ", but sequence ",
+                      seq_idx, " has ", query_len, " query tokens");
   }
-  TORCH_CHECK_VALUE(start[num_seqs] <= num_tokens, "query_start_loc ends at ", start[num_seqs], ", past the ", num_tokens,
-                    " tokens of query");
+  TORCH_CHECK_VALUE(start[num_seqs] <= num_tokens, "query_start_loc ends at ", start[num_seqs], ", past the ",
+                    num_tokens, " tokens of query");
 }
 
 // The first key that any row of each sequence may see; sequences without a row need none.
@@ -27,27 +27,29 @@ void check_indices(const PagedAttentionParams& params, const Tensor& block_table
   const Tensor lens = context_lens.cpu();
   const Tensor starts = kv_starts.has_value() ? kv_starts->cpu() : Tensor();
   const Tensor query_starts = query_start_loc.has_value() ? query_start_loc->cpu() : Tensor();
-  check_needed_blocks(block_tables, context_lens, params.block_size, params.num_blocks, [&](int64_t seq_idx) -> int64_t {
-    const int64_t context_len = lens.const_data_ptr<int32_t>()[seq_idx];
-    int64_t query_len = 1;
-    if (query_starts.defined()) {
-      const auto* start = query_starts.const_data_ptr<int32_t>() + seq_idx;
-      query_len = start[1] - start[0];
-    }
-    if (query_len == 0) return context_len;
-    const int64_t kv_start = starts.defined() ? starts.const_data_ptr<int32_t>()[seq_idx] : 0;
-    if (params.window == NO_WINDOW) return kv_start;
-    return std::max(kv_start, context_len - query_len - params.window + 1);
-  });
+  check_needed_blocks(
+      block_tables, context_lens, params.block_size, params.num_blocks, [&](int64_t seq_idx) -> int64_t {
+        const int64_t context_len = lens.const_data_ptr<int32_t>()[seq_idx];
+        int64_t query_len = 1;
+        if (query_starts.defined()) {
+          const auto* start = query_starts.const_data_ptr<int32_t>() + seq_idx;
+          query_len = start[1] - start[0];
+        }
+        if (query_len == 0) return context_len;
+        const int64_t kv_start = starts.defined() ? starts.const_data_ptr<int32_t>()[seq_idx] : 0;
+        if (params.window == NO_WINDOW) return kv_start;
+        return std::max(kv_start, context_len - query_len - params.window + 1);
+      });
 }
 
 }  // namespace
 
 static void paged_attention(const Tensor& query, const Tensor& block_tables, const Tensor& key_cache,
                             const Tensor& value_cache, const Tensor& context_lens, const Tensor& out,
-                            const OptionalTensor& lse, const OptionalTensor& query_start_loc, int64_t max_query_len,
-                            double softmax_scale, bool causal, std::optional<int64_t> window, double softcap,
-                            const OptionalTensor& alibi_slopes, const OptionalTensor& sinks, const OptionalTensor& k_scale,
+                            const OptionalTensor& lse, const OptionalTensor& query_start_loc,
+                            int64_t max_query_len, double softmax_scale, bool causal,
+                            std::optional<int64_t> window, double softcap, const OptionalTensor& alibi_slopes,
+                            const OptionalTensor& sinks, const OptionalTensor& k_scale,
                             const OptionalTensor& v_scale, std::optional<double> k_scale_value,
                             std::optional<double> v_scale_value, const OptionalTensor& kv_starts,
                             const OptionalTensor& tree_mask, std::optional<int64_t> split_size) {
@@ -64,8 +66,8 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
   check_size(query, "query", 2, key_cache.size(3), "head_dim of key_cache");
   check_attention_head_dim(key_cache.size(3), "key_cache");
   check_attention_head_dim(value_cache.size(3), "value_cache");
-  TORCH_CHECK_VALUE(num_heads >= 1 && num_heads % num_kv_heads == 0, "query has ", num_heads, " heads and key_cache ",
-                    num_kv_heads, "; num_heads must be a multiple of num_kv_heads");
+  TORCH_CHECK_VALUE(num_heads >= 1 && num_heads % num_kv_heads == 0, "query has ", num_heads,
+                    " heads and key_cache ", num_kv_heads, "; num_heads must be a multiple of num_kv_heads");
   check_size(out, "out", 0, num_tokens, "num_tokens of query");
   check_size(out, "out", 1, num_heads, "num_heads of query");
   check_size(out, "out", 2, value_cache.size(3), "head_dim of value_cache");
@@ -73,9 +75,11 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
   check_tables(block_tables, context_lens, kv_starts, key_cache);
   const int64_t num_seqs = block_tables.size(0);
   if (query_start_loc.has_value()) {
-    check_vector(*query_start_loc, "query_start_loc", at::kInt, num_seqs + 1, "[num_seqs + 1]", query, "query");
+    check_vector(*query_start_loc, "query_start_loc", at::kInt, num_seqs + 1, "[num_seqs + 1]", query,
+                 "query");
   } else {
-    check_size(query, "query", 0, num_seqs, "num_seqs of block_tables (one query token per sequence without query_start_loc)");
+    check_size(query, "query", 0, num_seqs,
+               "num_seqs of block_tables (one query token per sequence without query_start_loc)");
   }
   if (lse.has_value()) {
     check_dtype(*lse, "lse", at::kFloat);
@@ -90,15 +94,17 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
   }
   if (sinks.has_value()) check_vector(*sinks, "sinks", at::kFloat, num_heads, "[num_heads]", query, "query");
   if (tree_mask.has_value()) {
-    TORCH_CHECK_VALUE(causal, "tree_mask replaces causality among the last keys, so it cannot go with causal=False");
+    TORCH_CHECK_VALUE(causal,
+                      "tree_mask replaces causality among the last keys, so it cannot go with causal=False");
     check_dtype(*tree_mask, "tree_mask", at::kBool);
     check_device(*tree_mask, "tree_mask", query, "query");
     check_layout(*tree_mask, "tree_mask", "[num_tokens, max_tree]");
     check_size(*tree_mask, "tree_mask", 0, num_tokens, "num_tokens of query");
   }
   check_scales(key_cache, k_scale, k_scale_value, v_scale, v_scale_value);
-  TORCH_CHECK_VALUE(!window.has_value() || *window >= 1, "window is ", *window,
-                    "; it counts the keys a query sees, itself included, so it must be at least 1 (None: all)");
+  TORCH_CHECK_VALUE(
+      !window.has_value() || *window >= 1, "window is ", *window,
+      "; it counts the keys a query sees, itself included, so it must be at least 1 (None: all)");
   TORCH_CHECK_VALUE(!split_size.has_value() || *split_size >= 1, "split_size is ", *split_size,
                     "; it must be at least 1 (None: chosen for speed)");
   TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; it must not be negative (0: off)");
@@ -154,7 +160,8 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
   params.causal = causal;
 
   if (indices_are_checked(context_lens)) {
-    if (query_start_loc.has_value()) check_query_start_loc(*query_start_loc, num_tokens, params.max_query_len);
+    if (query_start_loc.has_value())
+      check_query_start_loc(*query_start_loc, num_tokens, params.max_query_len);
     check_indices(params, block_tables, context_lens, query_start_loc, kv_starts);
   }
   if (num_tokens == 0) return;
@@ -163,9 +170,10 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
 
 }  // namespace pagedkv::bindings
 
-PAGEDKV_CPU_OP(paged_attention,
-               "(Tensor query, Tensor block_tables, Tensor key_cache, Tensor value_cache, Tensor context_lens, "
-               "Tensor(a!) out, Tensor(b!)? lse, Tensor? query_start_loc, SymInt max_query_len, float softmax_scale, "
-               "bool causal, SymInt? window, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
-               "Tensor? v_scale, float? k_scale_value, float? v_scale_value, Tensor? kv_starts, Tensor? tree_mask, "
-               "SymInt? split_size) -> ()")
+PAGEDKV_CPU_OP(
+    paged_attention,
+    "(Tensor query, Tensor block_tables, Tensor key_cache, Tensor value_cache, Tensor context_lens, "
+    "Tensor(a!) out, Tensor(b!)? lse, Tensor? query_start_loc, SymInt max_query_len, float softmax_scale, "
+    "bool causal, SymInt? window, float softcap, Tensor? alibi_slopes, Tensor? sinks, Tensor? k_scale, "
+    "Tensor? v_scale, float? k_scale_value, float? v_scale_value, Tensor? kv_starts, Tensor? tree_mask, "
+    "SymInt? split_size) -> ()")

@@ -8,7 +8,8 @@ namespace pagedkv::bindings {
 inline ReshapeAndCacheParams write_params(const Tensor& key, const Tensor& value, const Tensor& key_cache,
                                           const Tensor& value_cache, const Tensor& slot_mapping,
                                           const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-                                          std::optional<double> k_scale_value, std::optional<double> v_scale_value) {
+                                          std::optional<double> k_scale_value,
+                                          std::optional<double> v_scale_value) {
   check_float_dtype(key, "key");
   check_same_dtype(value, "value", key, "key");
   check_caches(key_cache, value_cache);

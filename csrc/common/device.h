@@ -1,21 +1,19 @@
 // The one place that knows which compiler is at work. Device code is written against the names below and
-// never tests for a compiler itself. Four ways to read it:
+// never asks.
 //
-//   nvcc                              device and host half of a kernel file (.cu)
-//   g++ -DPAGEDKV_EMULATED            the same kernel file, run on CPU threads by tests/emulation
-//   g++ -DPAGEDKV_WITH_CUDA           host code that calls the launchers (the bindings)
-//   g++                               the CPU back-end: PAGEDKV_HD functions only
+//   nvcc                        device and host half of a kernel file (.cu)
+//   g++ -DPAGEDKV_EMULATED      the same kernel file, run on CPU threads by tests/emulation
+//   g++ -DPAGEDKV_WITH_CUDA     host code that calls the launchers (the bindings)
+//   g++                         the CPU back-end: PAGEDKV_HD functions only
 //
 // What a kernel may use beyond plain C++ and CUDA's own words (threadIdx, __syncthreads, __shfl_xor_sync,
 // ...):
 //
-//   PAGEDKV_HD              a function for host and device
-//   PAGEDKV_DEVICE          a function for the device alone; kernels themselves are marked __global__
-//   PAGEDKV_SHARED(name)    the CTA's dynamic shared memory as unsigned char*, 128-byte aligned; static
-//   __shared__
-//                           variables are not supported
-//   load_vector, store_vector   one access of 2, 4, 8 or 16 bytes, checked for alignment under the emulator
-//   launch(...)             the only way to start a kernel
+//   PAGEDKV_HD                  a function for host and device
+//   PAGEDKV_DEVICE              a function for the device alone; kernels themselves are marked __global__
+//   PAGEDKV_SHARED(name)        the CTA's dynamic shared memory as unsigned char*, 128-byte aligned; there is
+//   no other load_vector, store_vector   one access of 2, 4, 8 or 16 bytes, whose alignment the emulator
+//   checks launch(...)                 the only way to start a kernel
 #pragma once
 
 #include <cstddef>

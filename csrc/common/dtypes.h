@@ -1,8 +1,9 @@
 // The storage types of the contract, with conversions that give the same bytes on every back-end.
 //
-// to_float(x) is exact. from_float<T>(f) rounds to nearest, ties to even; float16 and bfloat16 overflow to infinity, the
-// float8 types saturate at their largest finite value (infinity too) and keep NaN, int8 clamps to +-127 and maps NaN to 0.
-// Formats: IEEE 754-2019 section 3.6 (float16), Micikevicius et al. 2022, "FP8 formats for deep learning", section 3.
+// to_float(x) is exact. from_float<T>(f) rounds to nearest, ties to even; float16 and bfloat16 overflow to
+// infinity, the float8 types saturate at their largest finite value (infinity too) and keep NaN, int8 clamps
+// to +-127 and maps NaN to 0. Formats: IEEE 754-2019 section 3.6 (float16), Micikevicius et al. 2022, "FP8
+// formats for deep learning", section 3.
 #pragma once
 
 #include <bit>
@@ -36,8 +37,9 @@ namespace detail {
 PAGEDKV_HD uint32_t float_bits(float value) { return std::bit_cast<uint32_t>(value); }
 PAGEDKV_HD float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
 
-// Widens a binary format with EXPONENT_BITS and MANTISSA_BITS whose bits, sign excluded, are `magnitude`: the bits are
-// moved to float32's place and the exponent bias is corrected by one exact multiplication, which handles subnormals too.
+// Widens a binary format with EXPONENT_BITS and MANTISSA_BITS whose bits, sign excluded, are `magnitude`: the
+// bits are moved to float32's place and the exponent bias is corrected by one exact multiplication, which
+// handles subnormals too.
 template <int EXPONENT_BITS, int MANTISSA_BITS>
 PAGEDKV_HD float widen_magnitude(uint32_t magnitude) {
   constexpr int BIAS = (1 << (EXPONENT_BITS - 1)) - 1;
@@ -45,14 +47,16 @@ PAGEDKV_HD float widen_magnitude(uint32_t magnitude) {
   return bits_float(magnitude << (23 - MANTISSA_BITS)) * bits_float(BIAS_CORRECTION);
 }
 
-// Rounds |value| to the same format, to nearest even. The caller handles NaN and values beyond the largest finite one.
+// Rounds |value| to the same format, to nearest even. The caller handles NaN and values beyond the largest
+// finite one.
 template <int EXPONENT_BITS, int MANTISSA_BITS>
 PAGEDKV_HD uint32_t narrow_magnitude(uint32_t magnitude_bits) {
   constexpr int BIAS = (1 << (EXPONENT_BITS - 1)) - 1;
   constexpr int SHIFT = 23 - MANTISSA_BITS;
   constexpr uint32_t SMALLEST_NORMAL = static_cast<uint32_t>(128 - BIAS) << 23;
   if (magnitude_bits < SMALLEST_NORMAL) {
-    // Adding a power of two whose unit in the last place is the smallest subnormal makes the FPU round for us.
+    // Adding a power of two whose unit in the last place is the smallest subnormal makes the FPU round for
+    // us.
     constexpr uint32_t ROUNDER = static_cast<uint32_t>(127 + 23 + 1 - BIAS - MANTISSA_BITS) << 23;
     return float_bits(bits_float(magnitude_bits) + bits_float(ROUNDER)) - ROUNDER;
   }
@@ -135,12 +139,15 @@ PAGEDKV_HD float to_float(float value) { return value; }
 
 PAGEDKV_HD float to_float(int8_t value) { return static_cast<float>(value); }
 
-PAGEDKV_HD float to_float(bfloat16 value) { return detail::bits_float(static_cast<uint32_t>(value.bits) << 16); }
+PAGEDKV_HD float to_float(bfloat16 value) {
+  return detail::bits_float(static_cast<uint32_t>(value.bits) << 16);
+}
 
 PAGEDKV_HD float to_float(float16 value) {
   const uint32_t magnitude = value.bits & 0x7fffu, sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
-  const uint32_t widened = magnitude >= 0x7c00u ? 0x7f800000u | (magnitude & 0x3ffu) << 13  // infinity, NaN
-                                                : detail::float_bits(detail::widen_magnitude<5, 10>(magnitude));
+  const uint32_t widened = magnitude >= 0x7c00u
+                               ? 0x7f800000u | (magnitude & 0x3ffu) << 13  // infinity, NaN
+                               : detail::float_bits(detail::widen_magnitude<5, 10>(magnitude));
   return detail::bits_float(sign | widened);
 }
 

@@ -9,17 +9,18 @@
 
 namespace pagedkv {
 
-// Query i of q_len stands at position context_len - q_len + i (bottom-right causal). With q_len 2, kv_len 5, window 3:
+// Query i of q_len stands at position context_len - q_len + i (bottom-right causal). With q_len 2, kv_len 5,
+// window 3:
 //
 //            key 0 1 2 3 4
 //   query 0      . x x x .        position 3
 //   query 1      . . x x x        position 4
 struct RowMask {
-  int64_t begin, end;   // keys outside [begin, end) are not visible
-  int64_t causal_end;   // nor are keys in [causal_end, tree_begin)
-  int64_t tree_begin;   // from this key on tree_row decides; NO_TREE without a tree
-  const bool* tree_row; // [max_tree] is key tree_begin + column visible?
-  int64_t position;     // of the query, for ALiBi
+  int64_t begin, end;    // keys outside [begin, end) are not visible
+  int64_t causal_end;    // nor are keys in [causal_end, tree_begin)
+  int64_t tree_begin;    // from this key on tree_row decides; NO_TREE without a tree
+  const bool* tree_row;  // [max_tree] is key tree_begin + column visible?
+  int64_t position;      // of the query, for ALiBi
 
   static constexpr int64_t NO_TREE = std::numeric_limits<int64_t>::max();
 
@@ -28,8 +29,8 @@ struct RowMask {
   }
 };
 
-PAGEDKV_HD RowMask row_mask(const PagedAttentionParams& p, int64_t seq_idx, int64_t query_len, int64_t query_idx,
-                            int64_t token_idx) {
+PAGEDKV_HD RowMask row_mask(const PagedAttentionParams& p, int64_t seq_idx, int64_t query_len,
+                            int64_t query_idx, int64_t token_idx) {
   const int64_t context_len = max_of<int64_t>(0, p.context_lens[seq_idx]);
   RowMask mask;
   mask.position = context_len - query_len + query_idx;

@@ -1,5 +1,5 @@
-// The running state of a softmax over keys that arrive in pieces (Milakov and Gimelshein 2018, "Online normalizer
-// calculation for softmax", algorithm 3), with the accumulated values kept by the caller.
+// The running state of a softmax over keys that arrive in pieces (Milakov and Gimelshein 2018, "Online
+// normalizer calculation for softmax", algorithm 3), with the accumulated values kept by the caller.
 #pragma once
 
 #include <cmath>
@@ -15,8 +15,9 @@ struct OnlineSoftmax {
   float max = NEG_INF;  // largest score so far
   float sum = 0.0f;     // of exp(score - max)
 
-  // Takes a piece's largest score in and returns the factor by which what was summed before must be multiplied.
-  // A piece without a visible key has max -inf and leaves the state as it is: exp(-inf - -inf) would be NaN.
+  // Takes a piece's largest score in and returns the factor by which what was summed before must be
+  // multiplied. A piece without a visible key has max -inf and leaves the state as it is: exp(-inf - -inf)
+  // would be NaN.
   PAGEDKV_HD float raise_max(float piece_max) {
     if (!(piece_max > max)) return 1.0f;
     const float factor = max == NEG_INF ? 0.0f : std::exp(max - piece_max);

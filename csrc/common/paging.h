@@ -1,4 +1,5 @@
-// From slots and block ids to element offsets, always in int64: a cache of more than 2**31 elements is ordinary.
+// From slots and block ids to element offsets, always in int64: a cache of more than 2**31 elements is
+// ordinary.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,8 @@ struct CacheStrides {
   int64_t block, token, head;
 };
 
-PAGEDKV_HD int64_t cache_offset(const CacheStrides& stride, int64_t block, int64_t token_in_block, int64_t kv_head_idx) {
+PAGEDKV_HD int64_t cache_offset(const CacheStrides& stride, int64_t block, int64_t token_in_block,
+                                int64_t kv_head_idx) {
   return block * stride.block + token_in_block * stride.token + kv_head_idx * stride.head;
 }
 
@@ -31,8 +33,8 @@ PAGEDKV_HD float scale_of(const float* per_head, float value, int64_t kv_head_id
   return per_head != nullptr ? per_head[kv_head_idx] : value;
 }
 
-// The block that holds a logical token, or -1 where the table is too short or names none inside the pool. On the CPU the
-// bindings have raised an error for such a token already; on a device it counts as not visible.
+// The block that holds a logical token, or -1 where the table is too short or names none inside the pool. On
+// the CPU the bindings have raised an error for such a token already; on a device it counts as not visible.
 template <class Params>
 PAGEDKV_HD int64_t block_of_token(const Params& p, int64_t seq_idx, int64_t token) {
   const int64_t entry = token / p.block_size;

@@ -1,7 +1,7 @@
 // key[i], value[i] = dequantised cache rows of every sequence's tokens, one sequence after another.
 //
-// Work: tiles of output rows in parallel; a tile finds its sequence by bisection of token_offsets. Bytes: each cached row is
-// read once, each output row written once.
+// Work: tiles of output rows in parallel; a tile finds its sequence by bisection of token_offsets. Bytes:
+// each cached row is read once, each output row written once.
 #include <algorithm>
 #include <cstring>
 
@@ -20,7 +20,8 @@ void fill_token_offsets(const GatherKvParams& p) {
   p.token_offsets[0] = 0;
   for (int64_t seq_idx = 0; seq_idx < p.num_seqs; ++seq_idx) {
     const int64_t kv_start = p.kv_starts != nullptr ? std::max(0, p.kv_starts[seq_idx]) : 0;
-    p.token_offsets[seq_idx + 1] = p.token_offsets[seq_idx] + std::max<int64_t>(0, p.context_lens[seq_idx] - kv_start);
+    p.token_offsets[seq_idx + 1] =
+        p.token_offsets[seq_idx] + std::max<int64_t>(0, p.context_lens[seq_idx] - kv_start);
   }
 }
 
@@ -47,7 +48,8 @@ void gather_token(const GatherKvParams& p, int64_t seq_idx, int64_t out_idx) {
   for (int64_t kv_head_idx = 0; kv_head_idx < p.num_kv_heads; ++kv_head_idx) {
     const int64_t out_row = out_idx * p.num_kv_heads + kv_head_idx;
     load_row(key_cache + cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx),
-             static_cast<Out*>(p.key) + out_row * p.head_dim, p.head_dim, scale_of(p.k_scale, p.k_scale_value, kv_head_idx));
+             static_cast<Out*>(p.key) + out_row * p.head_dim, p.head_dim,
+             scale_of(p.k_scale, p.k_scale_value, kv_head_idx));
     load_row(value_cache + cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx),
              static_cast<Out*>(p.value) + out_row * p.value_head_dim, p.value_head_dim,
              scale_of(p.v_scale, p.v_scale_value, kv_head_idx));

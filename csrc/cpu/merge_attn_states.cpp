@@ -1,5 +1,5 @@
-// out = w_a out_a + w_b out_b with w = exp(lse_x - lse), lse = log(exp(lse_a) + exp(lse_b)): the attention over the union of
-// two disjoint key sets (Dao 2023, "FlashAttention-2", section 3.1.1).
+// out = w_a out_a + w_b out_b with w = exp(lse_x - lse), lse = log(exp(lse_a) + exp(lse_b)): the attention
+// over the union of two disjoint key sets (Dao 2023, "FlashAttention-2", section 3.1.1).
 //
 // Work: tokens in parallel. An empty state (lse -inf) weighs nothing, whatever its out holds.
 #include "common/dispatch.h"
@@ -15,8 +15,10 @@ constexpr int64_t MIN_TOKENS_PER_THREAD = 16;
 
 template <class T>
 void merge_row(const MergeAttnStatesParams& p, int64_t token_idx, int64_t head_idx) {
-  const auto* out_a = static_cast<const T*>(p.out_a) + token_idx * p.out_a_token_stride + head_idx * p.out_a_head_stride;
-  const auto* out_b = static_cast<const T*>(p.out_b) + token_idx * p.out_b_token_stride + head_idx * p.out_b_head_stride;
+  const auto* out_a =
+      static_cast<const T*>(p.out_a) + token_idx * p.out_a_token_stride + head_idx * p.out_a_head_stride;
+  const auto* out_b =
+      static_cast<const T*>(p.out_b) + token_idx * p.out_b_token_stride + head_idx * p.out_b_head_stride;
   T* out = static_cast<T*>(p.out) + (token_idx * p.num_heads + head_idx) * p.head_dim;
   const MergeWeights weight = merge_weights(p.lse_a[token_idx * p.lse_a_token_stride + head_idx],
                                             p.lse_b[token_idx * p.lse_b_token_stride + head_idx]);

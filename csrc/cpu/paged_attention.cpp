@@ -1,12 +1,14 @@
-// out[t, h] = softmax(mask(softcap(query[t, h] . K * softmax_scale) + alibi), sink) V over the pages of t's sequence
-// (Kwon et al. 2023, "Efficient memory management for large language model serving with PagedAttention", section 4.1).
+// out[t, h] = softmax(mask(softcap(query[t, h] . K * softmax_scale) + alibi), sink) V over the pages of t's
+// sequence (Kwon et al. 2023, "Efficient memory management for large language model serving with
+// PagedAttention", section 4.1).
 //
 // The portable kernel: plain C++, and the oracle of the faster ones.
 //
-// Work: a task is (sequence, KV head, tile of query rows); a row is one query token and one head of the KV head's group,
-// so the whole group shares each K and V row that is loaded. A task walks its keys in tiles that are cut at absolute
-// multiples of TILE_TOKENS and folds each into the row's softmax state in order. A row's arithmetic thus depends on its
-// own keys alone, never on the batch, the other rows or the number of threads: every split_size gives the same bits.
+// Work: a task is (sequence, KV head, tile of query rows); a row is one query token and one head of the KV
+// head's group, so the whole group shares each K and V row that is loaded. A task walks its keys in tiles
+// that are cut at absolute multiples of TILE_TOKENS and folds each into the row's softmax state in order. A
+// row's arithmetic thus depends on its own keys alone, never on the batch, the other rows or the number of
+// threads: every split_size gives the same bits.
 //
 // Bytes: K and V once per task, converted to float32 in a tile that stays in the L1 or L2 cache; out once.
 #include <array>
@@ -36,10 +38,10 @@ struct Row {
 
 // The task's memory, reused by every task of a thread.
 struct Scratch {
-  std::vector<float> query;   // [TILE_ROWS, head_dim]
-  std::vector<float> key;     // [TILE_TOKENS, head_dim]
-  std::vector<float> value;   // [TILE_TOKENS, value_head_dim]
-  std::vector<float> acc;     // [TILE_ROWS, value_head_dim] sum of weight * value
+  std::vector<float> query;  // [TILE_ROWS, head_dim]
+  std::vector<float> key;    // [TILE_TOKENS, head_dim]
+  std::vector<float> value;  // [TILE_TOKENS, value_head_dim]
+  std::vector<float> acc;    // [TILE_ROWS, value_head_dim] sum of weight * value
   std::array<float, TILE_TOKENS> score;
 
   void resize(const PagedAttentionParams& p) {
@@ -60,8 +62,8 @@ float dot(const float* a, const float* b, int64_t size) {
 }
 
 template <class Cache>
-void load_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t kv_head_idx, int64_t token_begin,
-               int64_t load_begin, int64_t load_end, Scratch& scratch) {
+void load_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t kv_head_idx,
+               int64_t token_begin, int64_t load_begin, int64_t load_end, Scratch& scratch) {
   const float k_scale = scale_of(p.k_scale, p.k_scale_value, kv_head_idx);
   const float v_scale = scale_of(p.v_scale, p.v_scale_value, kv_head_idx);
   for (int64_t token = load_begin; token < load_end; ++token) {
@@ -77,7 +79,8 @@ void load_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_
   }
 }
 
-// Scores of one row against the tile, in the contract's order: scale, softcap, ALiBi, mask. Returns the largest.
+// Scores of one row against the tile, in the contract's order: scale, softcap, ALiBi, mask. Returns the
+// largest.
 float score_tile(const PagedAttentionParams& p, const Row& row, const float* query, int64_t token_begin,
                  int64_t token_end, Scratch& scratch) {
   float max = NEG_INF;
@@ -96,22 +99,26 @@ float score_tile(const PagedAttentionParams& p, const Row& row, const float* que
 }
 
 // acc = acc * factor + sum of weight * value, and the same for the softmax's sum.
-void accumulate_tile(const PagedAttentionParams& p, Row& row, float* acc, int64_t token_begin, int64_t token_end,
-                     float tile_max, const Scratch& scratch) {
+void accumulate_tile(const PagedAttentionParams& p, Row& row, float* acc, int64_t token_begin,
+                     int64_t token_end, float tile_max, const Scratch& scratch) {
   const float factor = row.softmax.raise_max(tile_max);
   if (factor != 1.0f) {
     for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] *= factor;
   }
+  float tile_sum = 0.0f;  // apart, so that a long context loses no digits to a running sum
   for (int64_t token = token_begin; token < token_end; ++token) {
-    const float weight = row.softmax.weight(scratch.score[token - token_begin]);
-    if (weight == 0.0f) continue;  // a masked slot may hold NaN, and 0 * NaN is NaN
-    row.softmax.sum += weight;
+    const float score = scratch.score[token - token_begin];
+    if (score == NEG_INF) continue;  // a masked slot may hold NaN, and 0 * NaN is NaN
+    const float weight = row.softmax.weight(score);
+    tile_sum += weight;
     const float* value = scratch.value.data() + (token - token_begin) * p.value_head_dim;
     for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] += weight * value[i];
   }
+  row.softmax.sum += tile_sum;
 }
 
-// Adds the sink to the denominator, normalises and stores. A row that saw no key gives 0, and its lse is the sink's.
+// Adds the sink to the denominator, normalises and stores. A row that saw no key gives 0, and its lse is the
+// sink's.
 template <class Query>
 void store_row(const PagedAttentionParams& p, Row& row, float* acc) {
   const bool empty = row.softmax.sum == 0.0f;
@@ -121,7 +128,8 @@ void store_row(const PagedAttentionParams& p, Row& row, float* acc) {
     for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] *= factor;
     row.softmax.sum += row.softmax.weight(sink);
   }
-  auto* out = static_cast<Query*>(p.out) + row.token_idx * p.out_token_stride + row.head_idx * p.out_head_stride;
+  auto* out =
+      static_cast<Query*>(p.out) + row.token_idx * p.out_token_stride + row.head_idx * p.out_head_stride;
   for (int64_t i = 0; i < p.value_head_dim; ++i) {
     out[i] = from_float<Query>(empty ? 0.0f : acc[i] / row.softmax.sum);
   }
@@ -152,16 +160,20 @@ void attend_rows(const PagedAttentionParams& p, int64_t seq_idx, int64_t kv_head
   std::fill_n(scratch.acc.begin(), num_rows * p.value_head_dim, 0.0f);
 
   const int32_t* block_table = p.block_tables + seq_idx * p.block_tables_seq_stride;
-  for (int64_t token_begin = keys_begin / TILE_TOKENS * TILE_TOKENS; token_begin < keys_end; token_begin += TILE_TOKENS) {
+  for (int64_t token_begin = keys_begin / TILE_TOKENS * TILE_TOKENS; token_begin < keys_end;
+       token_begin += TILE_TOKENS) {
     const int64_t load_begin = std::max(token_begin, keys_begin);
     const int64_t load_end = std::min(token_begin + TILE_TOKENS, keys_end);
     load_tile<Cache>(p, block_table, kv_head_idx, token_begin, load_begin, load_end, scratch);
     for (int64_t r = 0; r < num_rows; ++r) {
-      const float tile_max = score_tile(p, rows[r], scratch.query.data() + r * p.head_dim, token_begin, load_end, scratch);
-      accumulate_tile(p, rows[r], scratch.acc.data() + r * p.value_head_dim, token_begin, load_end, tile_max, scratch);
+      const float tile_max =
+          score_tile(p, rows[r], scratch.query.data() + r * p.head_dim, token_begin, load_end, scratch);
+      accumulate_tile(p, rows[r], scratch.acc.data() + r * p.value_head_dim, token_begin, load_end, tile_max,
+                      scratch);
     }
   }
-  for (int64_t r = 0; r < num_rows; ++r) store_row<Query>(p, rows[r], scratch.acc.data() + r * p.value_head_dim);
+  for (int64_t r = 0; r < num_rows; ++r)
+    store_row<Query>(p, rows[r], scratch.acc.data() + r * p.value_head_dim);
 }
 
 // Rows past the last sequence's are padding: out 0, lse -inf.
@@ -189,7 +201,8 @@ std::vector<Task> list_tasks(const PagedAttentionParams& p) {
     const int64_t query_len =
         p.query_start_loc != nullptr ? p.query_start_loc[seq_idx + 1] - p.query_start_loc[seq_idx] : 1;
     for (int64_t kv_head_idx = 0; kv_head_idx < p.num_kv_heads; ++kv_head_idx) {
-      for (int64_t row = 0; row < query_len * group; row += TILE_ROWS) tasks.push_back({seq_idx, kv_head_idx, row});
+      for (int64_t row = 0; row < query_len * group; row += TILE_ROWS)
+        tasks.push_back({seq_idx, kv_head_idx, row});
     }
   }
   return tasks;
@@ -205,8 +218,10 @@ void paged_attention(const PagedAttentionParams& p) {
       thread_local Scratch scratch;
       scratch.resize(p);
       const Task& task = tasks[task_idx];
-      const int64_t query_begin = p.query_start_loc != nullptr ? p.query_start_loc[task.seq_idx] : task.seq_idx;
-      const int64_t query_len = p.query_start_loc != nullptr ? p.query_start_loc[task.seq_idx + 1] - query_begin : 1;
+      const int64_t query_begin =
+          p.query_start_loc != nullptr ? p.query_start_loc[task.seq_idx] : task.seq_idx;
+      const int64_t query_len =
+          p.query_start_loc != nullptr ? p.query_start_loc[task.seq_idx + 1] - query_begin : 1;
       attend_rows<Query, Cache>(p, task.seq_idx, task.kv_head_idx, query_begin, query_len, task.row_begin,
                                 std::min(task.row_begin + TILE_ROWS, query_len * group), scratch);
     });

@@ -1,7 +1,8 @@
 // cache[slot_mapping[i]] = round(row i / scale).
 //
-// Work: blocks are dealt out to partitions, and each partition takes its blocks' rows in order, so that of two rows for the
-// same slot the later one ends there, whole, whatever the number of threads. Bytes: each row is read and written once.
+// Work: blocks are dealt out to partitions, and each partition takes its blocks' rows in order, so that of
+// two rows for the same slot the later one ends there, whole, whatever the number of threads. Bytes: each row
+// is read and written once.
 #include "common/dispatch.h"
 #include "common/paging.h"
 #include "cpu/parallel.h"
@@ -26,8 +27,8 @@ void write_token(const ReshapeAndCacheParams& p, int64_t token_idx, int64_t slot
               key_cache + cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx), p.head_dim,
               scale_of(p.k_scale, p.k_scale_value, kv_head_idx));
     store_row(value + kv_head_idx * p.value_head_stride,
-              value_cache + cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx), p.value_head_dim,
-              scale_of(p.v_scale, p.v_scale_value, kv_head_idx));
+              value_cache + cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx),
+              p.value_head_dim, scale_of(p.v_scale, p.v_scale_value, kv_head_idx));
   }
 }
 

@@ -1,9 +1,9 @@
-// x' = rotate(x, positions): (a, b) -> (a cos - b sin, b cos + a sin) on pairs of elements, in float32, rounded once
-// (Su et al. 2021, "RoFormer", section 3.2). Every query row is rotated in place; key rows are rotated on their way into
-// the cache and value rows go along.
+// x' = rotate(x, positions): (a, b) -> (a cos - b sin, b cos + a sin) on pairs of elements, in float32,
+// rounded once (Su et al. 2021, "RoFormer", section 3.2). Every query row is rotated in place; key rows are
+// rotated on their way into the cache and value rows go along.
 //
-// Work: query rows in parallel; then the cache write, as in reshape_and_cache, so that the later of two rows for one slot
-// ends there. Bytes: each row of query, key and value is read and written once.
+// Work: query rows in parallel; then the cache write, as in reshape_and_cache, so that the later of two rows
+// for one slot ends there. Bytes: each row of query, key and value is read and written once.
 #include <vector>
 
 #include "common/dispatch.h"
@@ -40,7 +40,8 @@ void rotate_query(const RopeAndCacheParams& p) {
   parallel_for(p.num_positions, MIN_TOKENS_PER_TASK, [&](int64_t token_idx) {
     std::vector<float> rotated(p.write.head_dim);
     for (int64_t head_idx = 0; head_idx < p.num_heads; ++head_idx) {
-      Input* row = static_cast<Input*>(p.query) + token_idx * p.query_token_stride + head_idx * p.query_head_stride;
+      Input* row =
+          static_cast<Input*>(p.query) + token_idx * p.query_token_stride + head_idx * p.query_head_stride;
       rotate_row<Input, Table>(p, row, p.positions[token_idx], rotated.data());
       for (int64_t i = 0; i < p.rotary_dim; ++i) row[i] = from_float<Input>(rotated[i]);
     }
@@ -54,12 +55,12 @@ void write_token(const RopeAndCacheParams& p, int64_t token_idx, int64_t slot, f
   for (int64_t kv_head_idx = 0; kv_head_idx < w.num_kv_heads; ++kv_head_idx) {
     const auto* key =
         static_cast<const Input*>(w.key) + token_idx * w.key_token_stride + kv_head_idx * w.key_head_stride;
-    const auto* value =
-        static_cast<const Input*>(w.value) + token_idx * w.value_token_stride + kv_head_idx * w.value_head_stride;
-    auto* key_row =
-        static_cast<Cache*>(w.key_cache) + cache_offset(key_cache_strides(w), block, token_in_block, kv_head_idx);
-    auto* value_row =
-        static_cast<Cache*>(w.value_cache) + cache_offset(value_cache_strides(w), block, token_in_block, kv_head_idx);
+    const auto* value = static_cast<const Input*>(w.value) + token_idx * w.value_token_stride +
+                        kv_head_idx * w.value_head_stride;
+    auto* key_row = static_cast<Cache*>(w.key_cache) +
+                    cache_offset(key_cache_strides(w), block, token_in_block, kv_head_idx);
+    auto* value_row = static_cast<Cache*>(w.value_cache) +
+                      cache_offset(value_cache_strides(w), block, token_in_block, kv_head_idx);
     rotate_row<Input, Table>(p, key, p.positions[token_idx], rotated);
     const float k_scale = scale_of(w.k_scale, w.k_scale_value, kv_head_idx);
     for (int64_t i = 0; i < w.head_dim; ++i) {
@@ -73,7 +74,8 @@ void write_token(const RopeAndCacheParams& p, int64_t token_idx, int64_t slot, f
 template <class Input, class Table, class Cache>
 void write_rotated_keys(const RopeAndCacheParams& p) {
   const ReshapeAndCacheParams& w = p.write;
-  const int64_t num_partitions = std::clamp<int64_t>(w.num_tokens / MIN_TOKENS_PER_TASK, 1, 4 * omp_get_max_threads());
+  const int64_t num_partitions =
+      std::clamp<int64_t>(w.num_tokens / MIN_TOKENS_PER_TASK, 1, 4 * omp_get_max_threads());
   parallel_for(num_partitions, 1, [&](int64_t partition) {
     std::vector<float> rotated(w.head_dim);
     for (int64_t token_idx = 0; token_idx < w.num_tokens; ++token_idx) {

@@ -1,9 +1,9 @@
 // Blocks of a cache copied to other blocks, byte for byte, every source as it was before the call.
 //
-// Work: one CTA per (pair, cache); its threads run over the block in the widest pieces that all rows allow. The pointers of
-// all layers and the pairs travel in the kernel's parameters: nothing is uploaded, nothing synchronises, and a captured
-// graph replays. Pairs whose source another pair writes go through staging, by one more launch before the others. Bytes:
-// each block is read and written once, staged ones twice.
+// Work: one CTA per (pair, cache); its threads run over the block in the widest pieces that all rows allow.
+// The pointers of all layers and the pairs travel in the kernel's parameters: nothing is uploaded, nothing
+// synchronises, and a captured graph replays. Pairs whose source another pair writes go through staging, by
+// one more launch before the others. Bytes: each block is read and written once, staged ones twice.
 #include <vector>
 
 #include "common/device.h"
@@ -15,7 +15,8 @@ namespace pagedkv::cuda {
 namespace {
 
 constexpr int CTA_THREADS = 256;
-// 32 layers of keys and values, and the pairs of a step, in one launch; together below the 4 KiB that parameters may have.
+// 32 layers of keys and values, and the pairs of a step, in one launch; together below the 4 KiB that
+// parameters may have.
 constexpr int64_t MAX_CACHES = 64;
 constexpr int64_t MAX_PAIRS = 320;
 
@@ -38,8 +39,10 @@ PAGEDKV_DEVICE void copy_block(const Launch& launch, const char* from, char* to)
   for (int64_t i = threadIdx.x; i < num_pieces; i += CTA_THREADS) {
     const int64_t row = i / row_pieces, offset = i % row_pieces * static_cast<int64_t>(sizeof(Piece));
     const int64_t outer = row / launch.inner_rows, inner = row % launch.inner_rows;
-    const char* source = from + outer * launch.from.outer_stride_bytes + inner * launch.from.inner_stride_bytes + offset;
-    char* destination = to + outer * launch.to.outer_stride_bytes + inner * launch.to.inner_stride_bytes + offset;
+    const char* source =
+        from + outer * launch.from.outer_stride_bytes + inner * launch.from.inner_stride_bytes + offset;
+    char* destination =
+        to + outer * launch.to.outer_stride_bytes + inner * launch.to.inner_stride_bytes + offset;
     if constexpr (sizeof(Piece) == 1) {
       *destination = *source;
     } else {
@@ -73,19 +76,20 @@ BlockLayout packed(const BlockLayout& layout, char* base) {
 }
 
 bool same_shape(const BlockLayout& a, const BlockLayout& b) {
-  return a.block_stride_bytes == b.block_stride_bytes && a.outer_rows == b.outer_rows && a.inner_rows == b.inner_rows &&
-         a.outer_stride_bytes == b.outer_stride_bytes && a.inner_stride_bytes == b.inner_stride_bytes &&
-         a.row_bytes == b.row_bytes;
+  return a.block_stride_bytes == b.block_stride_bytes && a.outer_rows == b.outer_rows &&
+         a.inner_rows == b.inner_rows && a.outer_stride_bytes == b.outer_stride_bytes &&
+         a.inner_stride_bytes == b.inner_stride_bytes && a.row_bytes == b.row_bytes;
 }
 
 // The largest of 16, 4 and 1 that divides every address and length of the caches in question.
-int64_t widest_piece(const std::vector<BlockLayout>& from, const std::vector<BlockLayout>& to, int64_t begin, int64_t end) {
+int64_t widest_piece(const std::vector<BlockLayout>& from, const std::vector<BlockLayout>& to, int64_t begin,
+                     int64_t end) {
   uintptr_t bits = 0;
   for (int64_t i = begin; i < end; ++i) {
     for (const BlockLayout* layout : {&from[i], &to[i]}) {
       bits |= reinterpret_cast<uintptr_t>(layout->base) | static_cast<uintptr_t>(layout->block_stride_bytes) |
-              static_cast<uintptr_t>(layout->outer_stride_bytes) | static_cast<uintptr_t>(layout->inner_stride_bytes) |
-              static_cast<uintptr_t>(layout->row_bytes);
+              static_cast<uintptr_t>(layout->outer_stride_bytes) |
+              static_cast<uintptr_t>(layout->inner_stride_bytes) | static_cast<uintptr_t>(layout->row_bytes);
     }
   }
   return bits % 16 == 0 ? 16 : (bits % 4 == 0 ? 4 : 1);
@@ -98,9 +102,10 @@ void fill_side(Side& side, const std::vector<BlockLayout>& layouts, int64_t begi
   side.inner_stride_bytes = layouts[begin].inner_stride_bytes;
 }
 
-// Copies pairs [0, num_pairs) of every cache: one launch per MAX_CACHES caches of one shape and MAX_PAIRS pairs.
-cudaError_t copy_pairs(const std::vector<BlockLayout>& from, const std::vector<BlockLayout>& to, const BlockPair* pairs,
-                       int64_t num_pairs, cudaStream_t stream) {
+// Copies pairs [0, num_pairs) of every cache: one launch per MAX_CACHES caches of one shape and MAX_PAIRS
+// pairs.
+cudaError_t copy_pairs(const std::vector<BlockLayout>& from, const std::vector<BlockLayout>& to,
+                       const BlockPair* pairs, int64_t num_pairs, cudaStream_t stream) {
   const auto num_caches = static_cast<int64_t>(from.size());
   for (int64_t begin = 0, end; begin < num_caches; begin = end) {
     for (end = begin + 1; end < num_caches && end - begin < MAX_CACHES; ++end) {
@@ -143,7 +148,8 @@ cudaError_t copy_blocks(const CopyBlocksParams& p, cudaStream_t stream) {
     out.push_back({i, p.pairs[i].destination});
   }
   cudaError_t error = copy_pairs(sources, staging, in.data(), p.num_staged, stream);
-  if (error == cudaSuccess) error = copy_pairs(sources, destinations, direct, p.num_pairs - p.num_staged, stream);
+  if (error == cudaSuccess)
+    error = copy_pairs(sources, destinations, direct, p.num_pairs - p.num_staged, stream);
   if (error == cudaSuccess) error = copy_pairs(staging, destinations, out.data(), p.num_staged, stream);
   return error;
 }

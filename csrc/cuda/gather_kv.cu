@@ -1,8 +1,9 @@
 // key[i], value[i] = dequantised cache rows of every sequence's tokens, one sequence after another.
 //
-// Work: one CTA first adds up token_offsets. Then each CTA takes TOKENS_PER_CTA output rows, a warp one row at a time: it
-// finds the row's sequence by bisection of token_offsets, and its lanes run over (head, 16-byte piece). Bytes: each cached
-// row is read once, each output row written once. A row past the last token, or whose block is outside the pool, is 0.
+// Work: one CTA first adds up token_offsets. Then each CTA takes TOKENS_PER_CTA output rows, a warp one row
+// at a time: it finds the row's sequence by bisection of token_offsets, and its lanes run over (head, 16-byte
+// piece). Bytes: each cached row is read once, each output row written once. A row past the last token, or
+// whose block is outside the pool, is 0.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
 #include "ops.h"
@@ -25,14 +26,15 @@ PAGEDKV_DEVICE int64_t first_token(const GatherKvParams& p, int64_t seq_idx) {
   return p.kv_starts != nullptr ? max_of<int64_t>(0, p.kv_starts[seq_idx]) : 0;
 }
 
-// token_offsets[s] = the sum of the sequences before s: every thread adds up a slice, and the slices' sums are added up by
-// doubling strides in shared memory (Hillis and Steele 1986).
+// token_offsets[s] = the sum of the sequences before s: every thread adds up a slice, and the slices' sums
+// are added up by doubling strides in shared memory (Hillis and Steele 1986).
 __global__ void __launch_bounds__(CTA_THREADS) token_offsets_kernel(const GatherKvParams p) {
   PAGEDKV_SHARED(shared);
   auto* sums = reinterpret_cast<int64_t*>(shared);  // [CTA_THREADS]
   const int thread_idx = threadIdx.x;
   const int64_t slice = ceil_div(p.num_seqs, CTA_THREADS);
-  const int64_t begin = min_of<int64_t>(thread_idx * slice, p.num_seqs), end = min_of(begin + slice, p.num_seqs);
+  const int64_t begin = min_of<int64_t>(thread_idx * slice, p.num_seqs),
+                end = min_of(begin + slice, p.num_seqs);
   const auto num_tokens = [&](int64_t seq_idx) {
     return max_of<int64_t>(0, p.context_lens[seq_idx] - first_token(p, seq_idx));
   };
@@ -116,7 +118,8 @@ __global__ void __launch_bounds__(CTA_THREADS) gather_kv_kernel(const Launch lau
   const int64_t begin = blockIdx.x * TOKENS_PER_CTA;
   const int64_t end = min_of(begin + TOKENS_PER_CTA, launch.p.total_tokens);
   for (int64_t out_idx = begin + warp_idx; out_idx < end; out_idx += CTA_WARPS) {
-    with_float_dtype(launch.p.out_dtype, [&]<class Out>() { gather_token<Cache, Out>(launch, out_idx, lane_idx); });
+    with_float_dtype(launch.p.out_dtype,
+                     [&]<class Out>() { gather_token<Cache, Out>(launch, out_idx, lane_idx); });
   }
 }
 
@@ -126,12 +129,16 @@ cudaError_t gather_kv(const GatherKvParams& p, cudaStream_t stream) {
   const int64_t cache_bytes = element_bytes(p.cache_dtype), out_bytes = element_bytes(p.out_dtype);
   Launch args;
   args.p = p;
-  args.keys_aligned = rows_are_aligned(
-      {p.key_cache, cache_bytes, {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
-      {p.key, out_bytes, {p.head_dim, 0, 0}}, p.head_dim);
-  args.values_aligned = rows_are_aligned(
-      {p.value_cache, cache_bytes, {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
-      {p.value, out_bytes, {p.value_head_dim, 0, 0}}, p.value_head_dim);
+  args.keys_aligned =
+      rows_are_aligned({p.key_cache,
+                        cache_bytes,
+                        {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
+                       {p.key, out_bytes, {p.head_dim, 0, 0}}, p.head_dim);
+  args.values_aligned =
+      rows_are_aligned({p.value_cache,
+                        cache_bytes,
+                        {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
+                       {p.value, out_bytes, {p.value_head_dim, 0, 0}}, p.value_head_dim);
   cudaError_t error =
       launch(token_offsets_kernel, dim3(1), dim3(CTA_THREADS), CTA_THREADS * sizeof(int64_t), stream, p);
   if (error != cudaSuccess) return error;

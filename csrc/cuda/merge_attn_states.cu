@@ -1,8 +1,8 @@
-// out = w_a out_a + w_b out_b with w = exp(lse_x - lse), lse = log(exp(lse_a) + exp(lse_b)): the attention over the union of
-// two disjoint key sets (Dao 2023, "FlashAttention-2", section 3.1.1).
+// out = w_a out_a + w_b out_b with w = exp(lse_x - lse), lse = log(exp(lse_a) + exp(lse_b)): the attention
+// over the union of two disjoint key sets (Dao 2023, "FlashAttention-2", section 3.1.1).
 //
-// Work: one warp per (token, head) row, its lanes over the elements. Bytes: each row is read and written once. An empty
-// state (lse -inf) weighs nothing, whatever its out holds.
+// Work: one warp per (token, head) row, its lanes over the elements. Bytes: each row is read and written
+// once. An empty state (lse -inf) weighs nothing, whatever its out holds.
 #include "common/dispatch.h"
 #include "common/online_softmax.h"
 #include "common/paging.h"
@@ -22,8 +22,10 @@ __global__ void __launch_bounds__(CTA_THREADS) merge_attn_states_kernel(const Me
   const int64_t row = static_cast<int64_t>(blockIdx.x) * CTA_WARPS + warp_idx;
   if (row >= p.num_tokens * p.num_heads) return;
   const int64_t token_idx = row / p.num_heads, head_idx = row % p.num_heads;
-  const auto* out_a = static_cast<const T*>(p.out_a) + token_idx * p.out_a_token_stride + head_idx * p.out_a_head_stride;
-  const auto* out_b = static_cast<const T*>(p.out_b) + token_idx * p.out_b_token_stride + head_idx * p.out_b_head_stride;
+  const auto* out_a =
+      static_cast<const T*>(p.out_a) + token_idx * p.out_a_token_stride + head_idx * p.out_a_head_stride;
+  const auto* out_b =
+      static_cast<const T*>(p.out_b) + token_idx * p.out_b_token_stride + head_idx * p.out_b_head_stride;
   T* out = static_cast<T*>(p.out) + row * p.head_dim;
   const MergeWeights weight = merge_weights(p.lse_a[token_idx * p.lse_a_token_stride + head_idx],
                                             p.lse_b[token_idx * p.lse_b_token_stride + head_idx]);

@@ -1,9 +1,9 @@
 // cache[slot_mapping[i]] = round(row i / scale).
 //
-// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece) of the token's keys, then its
-// values. Bytes: each row is read and written once, the slots once per CTA: it looks for later rows that name one of its
-// slots and leaves those tokens out, so that of several rows one whole row ends in the slot. A slot outside the cache is
-// skipped.
+// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece) of the token's
+// keys, then its values. Bytes: each row is read and written once, the slots once per CTA: it looks for later
+// rows that name one of its slots and leaves those tokens out, so that of several rows one whole row ends in
+// the slot. A slot outside the cache is skipped.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
 #include "ops.h"
@@ -13,8 +13,8 @@ namespace pagedkv::cuda {
 namespace {
 
 constexpr int CTA_THREADS = 256;
-// Looking through all slots costs a CTA num_tokens reads. While that is little, one token per CTA spreads the work best;
-// beyond, MAX_TOKENS_PER_CTA tokens share the look.
+// Looking through all slots costs a CTA num_tokens reads. While that is little, one token per CTA spreads the
+// work best; beyond, MAX_TOKENS_PER_CTA tokens share the look.
 constexpr int64_t SCAN_FREELY_BELOW = 1024;
 constexpr int64_t MAX_TOKENS_PER_CTA = 16;
 
@@ -27,7 +27,8 @@ struct Launch {
 // superseded[i] = 1 where a later token of the whole call names the slot of the CTA's token i.
 PAGEDKV_DEVICE void find_superseded(const ReshapeAndCacheParams& p, int64_t token_begin, int64_t num_tokens,
                                     const int64_t* slots, int* superseded) {
-  for (int64_t later_idx = token_begin + 1 + threadIdx.x; later_idx < p.num_tokens; later_idx += CTA_THREADS) {
+  for (int64_t later_idx = token_begin + 1 + threadIdx.x; later_idx < p.num_tokens;
+       later_idx += CTA_THREADS) {
     const int64_t slot = p.slot_mapping[later_idx];
     for (int64_t i = 0; i < num_tokens && token_begin + i < later_idx; ++i) {
       if (slots[i] == slot) atomicExch(&superseded[i], 1);
@@ -73,7 +74,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
 template <class Cache>
 __global__ void __launch_bounds__(CTA_THREADS) reshape_and_cache_kernel(const Launch launch) {
   PAGEDKV_SHARED(shared);
-  auto* slots = reinterpret_cast<int64_t*>(shared);                 // [MAX_TOKENS_PER_CTA]
+  auto* slots = reinterpret_cast<int64_t*>(shared);                       // [MAX_TOKENS_PER_CTA]
   auto* superseded = reinterpret_cast<int*>(slots + MAX_TOKENS_PER_CTA);  // [MAX_TOKENS_PER_CTA]
   const ReshapeAndCacheParams& p = launch.p;
   const int64_t token_begin = blockIdx.x * launch.tokens_per_cta;
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(CTA_THREADS) reshape_and_cache_kernel(const La
     const int64_t slot = slots[i];
     if (slot < 0 || slot >= p.num_blocks * p.block_size || superseded[i] != 0) continue;
     if constexpr (is_quantised_v<Cache>) {
-      with_float_dtype(p.input_dtype, [&]<class Input>() { write_token<Input, Cache>(launch, token_begin + i, slot); });
+      with_float_dtype(p.input_dtype,
+                       [&]<class Input>() { write_token<Input, Cache>(launch, token_begin + i, slot); });
     } else {
       write_token<Cache, Cache>(launch, token_begin + i, slot);
     }
@@ -103,14 +105,18 @@ cudaError_t reshape_and_cache(const ReshapeAndCacheParams& p, cudaStream_t strea
   Launch args;
   args.p = p;
   args.tokens_per_cta = p.num_tokens < SCAN_FREELY_BELOW ? 1 : MAX_TOKENS_PER_CTA;
-  args.keys_aligned = rows_are_aligned(
-      {p.key, input_bytes, {p.key_token_stride, p.key_head_stride, 0}},
-      {p.key_cache, cache_bytes, {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
-      p.head_dim);
-  args.values_aligned = rows_are_aligned(
-      {p.value, input_bytes, {p.value_token_stride, p.value_head_stride, 0}},
-      {p.value_cache, cache_bytes, {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
-      p.value_head_dim);
+  args.keys_aligned =
+      rows_are_aligned({p.key, input_bytes, {p.key_token_stride, p.key_head_stride, 0}},
+                       {p.key_cache,
+                        cache_bytes,
+                        {p.key_cache_block_stride, p.key_cache_token_stride, p.key_cache_head_stride}},
+                       p.head_dim);
+  args.values_aligned =
+      rows_are_aligned({p.value, input_bytes, {p.value_token_stride, p.value_head_stride, 0}},
+                       {p.value_cache,
+                        cache_bytes,
+                        {p.value_cache_block_stride, p.value_cache_token_stride, p.value_cache_head_stride}},
+                       p.value_head_dim);
   const dim3 grid(static_cast<unsigned>(ceil_div(p.num_tokens, args.tokens_per_cta)));
   constexpr size_t SHARED_BYTES = MAX_TOKENS_PER_CTA * (sizeof(int64_t) + sizeof(int));
   cudaError_t error = cudaSuccess;

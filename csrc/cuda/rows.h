@@ -1,5 +1,5 @@
-// Loops of a CTA over the rows of the cache operators: 16-byte accesses where every row allows them, single elements
-// elsewhere.
+// Loops of a CTA over the rows of the cache operators: 16-byte accesses where every row allows them, single
+// elements elsewhere.
 #pragma once
 
 #include <type_traits>
@@ -64,11 +64,11 @@ inline bool rows_are_aligned(const RowAlignment& from, const RowAlignment& to, i
   return row_size % pack_size == 0 && from.holds(pack_size) && to.holds(pack_size);
 }
 
-// The threads `lane`, `lane` + num_lanes, ... of a group move num_rows rows: convert(row, element) gives an element of To.
-// from_row and to_row turn a row index into a pointer.
+// The threads `lane`, `lane` + num_lanes, ... of a group move num_rows rows: convert(row, element) gives an
+// element of To. from_row and to_row turn a row index into a pointer.
 template <int N, class From, class To, class FromRow, class ToRow, class Convert>
-PAGEDKV_DEVICE void move_packs(int64_t num_rows, int64_t row_size, int lane, int num_lanes, FromRow&& from_row,
-                               ToRow&& to_row, Convert&& convert) {
+PAGEDKV_DEVICE void move_packs(int64_t num_rows, int64_t row_size, int lane, int num_lanes,
+                               FromRow&& from_row, ToRow&& to_row, Convert&& convert) {
   const int64_t packs_per_row = row_size / N;
   for (int64_t i = lane; i < num_rows * packs_per_row; i += num_lanes) {
     const int64_t row = i / packs_per_row, offset = i % packs_per_row * N;
@@ -89,7 +89,8 @@ PAGEDKV_DEVICE void move_rows(bool aligned, int64_t num_rows, int64_t row_size, 
   }
 }
 
-// Runs body<T>() for the float dtype that a kernel learns at run time; a template parameter would triple the kernels.
+// Runs body<T>() for the float dtype that a kernel learns at run time; a template parameter would triple the
+// kernels.
 template <class Body>
 PAGEDKV_DEVICE void with_float_dtype(DType dtype, Body&& body) {
   if (dtype == DType::float16) {

@@ -1,7 +1,7 @@
 // Blocks of one cache copied to blocks of another, byte for byte.
 //
-// Work: on one device the kernel of copy_blocks; between host and device, or two devices, one asynchronous copy per run of
-// adjacent blocks, in stream order. Bytes: each block crosses once.
+// Work: on one device the kernel of copy_blocks; between host and device, or two devices, one asynchronous
+// copy per run of adjacent blocks, in stream order. Bytes: each block crosses once.
 #include "common/device.h"
 #include "ops.h"
 
@@ -9,7 +9,9 @@ namespace pagedkv::cuda {
 
 namespace {
 
-char* block_at(const BlockLayout& layout, int64_t block) { return layout.base + block * layout.block_stride_bytes; }
+char* block_at(const BlockLayout& layout, int64_t block) {
+  return layout.base + block * layout.block_stride_bytes;
+}
 
 // num_rows rows, row_stride bytes apart on either side; one plain copy where they are dense.
 cudaError_t copy_rows(char* to, int64_t to_stride, const char* from, int64_t from_stride, int64_t row_bytes,
@@ -28,10 +30,10 @@ cudaError_t copy_run(const BlockLayout& from, const BlockLayout& to, BlockPair f
   }
   for (int64_t i = 0; i < num_blocks; ++i) {
     for (int64_t outer = 0; outer < from.outer_rows; ++outer) {
-      const cudaError_t error = copy_rows(block_at(to, first.destination + i) + outer * to.outer_stride_bytes,
-                                          to.inner_stride_bytes,
-                                          block_at(from, first.source + i) + outer * from.outer_stride_bytes,
-                                          from.inner_stride_bytes, from.row_bytes, from.inner_rows, stream);
+      const cudaError_t error =
+          copy_rows(block_at(to, first.destination + i) + outer * to.outer_stride_bytes,
+                    to.inner_stride_bytes, block_at(from, first.source + i) + outer * from.outer_stride_bytes,
+                    from.inner_stride_bytes, from.row_bytes, from.inner_rows, stream);
       if (error != cudaSuccess) return error;
     }
   }
@@ -47,9 +49,12 @@ cudaError_t swap_blocks(const CopyBlocksParams& p, cudaStream_t stream) {
       const BlockPair first = p.pairs[begin];
       for (end = begin + 1; end < p.num_pairs; ++end) {
         const int64_t ahead = end - begin;
-        if (p.pairs[end].source != first.source + ahead || p.pairs[end].destination != first.destination + ahead) break;
+        if (p.pairs[end].source != first.source + ahead ||
+            p.pairs[end].destination != first.destination + ahead)
+          break;
       }
-      const cudaError_t error = copy_run(p.sources[cache_idx], p.destinations[cache_idx], first, end - begin, stream);
+      const cudaError_t error =
+          copy_run(p.sources[cache_idx], p.destinations[cache_idx], first, end - begin, stream);
       if (error != cudaSuccess) return error;
     }
   }

@@ -1,7 +1,8 @@
 """A rectangular batch with padding, as models see it, over the ragged sequences of a `PagedKVCache`.
 
-A model counts columns: every row of its batch has the same number of them, and a mask says which are padding. The
-cache holds one sequence a row, with only the tokens that are not padding. `Rectangle` keeps the two in step.
+A model counts columns: every row of its batch has the same number of them, and a mask says which are padding.
+The cache holds one sequence a row, with only the tokens that are not padding. `Rectangle` keeps the two in
+step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ class _Step:
     Attributes:
         batch: what the pool takes the new tokens from.
         num_columns: new ones.
-        stored: `[batch_size, past columns + num_columns]` bool, on the CPU: the tokens that the pool holds after it.
-        token_idxs: `[batch.num_tokens]` int64, which of the `batch_size * num_columns` new tokens are stored; None: all.
+        stored: `[batch_size, past columns + num_columns]` bool, on the CPU: the tokens that the pool then
+            holds.
+        token_idxs: `[batch.num_tokens]` int64, which of the `batch_size * num_columns` new tokens are stored;
+            None: all.
         layers_done: layers whose keys and values were written.
     """
 
@@ -53,7 +56,7 @@ class _Step:
         return tokens if self.token_idxs is None else tokens.index_select(0, self.token_idxs)
 
     def unpack(self, tokens: Tensor) -> Tensor:
-        """`[batch.num_tokens, num_heads, head_dim]` -> `[batch_size, num_columns, num_heads, head_dim]`, padding 0."""
+        """`[batch.num_tokens, ...]` -> `[batch_size, num_columns, ...]`, 0 where there is padding."""
         batch_size, shape = self.stored.shape[0], tokens.shape[1:]
         if self.token_idxs is not None:
             padded = tokens.new_zeros(batch_size * self.num_columns, *shape)
@@ -61,8 +64,11 @@ class _Step:
         return tokens.view(batch_size, self.num_columns, *shape)
 
     def spread(self, tokens: Tensor) -> Tensor:
-        """`[num_stored, num_heads, head_dim]` -> `[batch_size, num_heads, all columns, head_dim]`, padding 0."""
-        dense = tokens.new_zeros(*self.stored.shape, *tokens.shape[1:])
+        """`[num_stored, num_heads, head_dim]` -> `[batch_size, num_heads, all columns, head_dim]`."""
+        shape = (*self.stored.shape, *tokens.shape[1:])
+        if bool(self.stored.all()):
+            return tokens.view(shape).transpose(1, 2)
+        dense = tokens.new_zeros(shape)
         dense[self.stored.to(tokens.device)] = tokens
         return dense.transpose(1, 2)
 
@@ -90,6 +96,24 @@ class Rectangle:
         """Columns that complete forward passes have filled."""
         return self.stored.shape[1]
 
+    def check_states(self, layer_idx: int, key: Tensor, value: Tensor) -> None:
+        """Raise a ValueError where a layer's keys and values do not fit."""
+        pool = self.pool
+        if not 0 <= layer_idx < pool.num_layers:
+            raise ValueError(f"layer_idx {layer_idx} is outside the cache's 0 to {pool.num_layers - 1}")
+        expected = (key.shape[0], pool.num_kv_heads, key.shape[2], pool.head_dim)
+        if not key.shape == value.shape == expected:
+            raise ValueError(
+                f"layer {layer_idx} has keys {list(key.shape)} and values {list(value.shape)}, but by the "
+                f"config both are [batch_size, {pool.num_kv_heads}, num_tokens, {pool.head_dim}]; this model "
+                "is not supported"
+            )
+        if self.num_columns > 0 and key.shape[0] != len(self.rows):
+            raise ValueError(
+                f"the cache holds a batch of {len(self.rows)}, this one has {key.shape[0]} rows; reset() it "
+                "first"
+            )
+
     def attend(
         self,
         layer_idx: int,
@@ -115,7 +139,7 @@ class Rectangle:
         Raises:
             OutOfMemoryError: too few blocks are free; nothing was changed.
             ValueError: sizes do not fit; `visible` shows a token that was hidden when it was new.
-            NotImplementedError: `visible` hides a stored token before a visible one; padding inside of a window.
+            NotImplementedError: `visible` hides a stored token before a visible one; padding in a window.
         """
         batch_size, _, num_columns, _ = key.shape
         if visible is None:
@@ -212,8 +236,9 @@ class Rectangle:
         if not self.pool.can_append(self.rows, counts):
             stats = self.pool.stats()
             raise OutOfMemoryError(
-                f"{stats.num_free} of {stats.num_blocks} blocks of {self.pool.block_size} tokens are free, too few "
-                f"for {sum(counts)} more tokens of {batch_size} sequences; make the cache with more num_blocks or memory"
+                f"{stats.num_free} of {stats.num_blocks} blocks of {self.pool.block_size} tokens are free, "
+                f"too few for {sum(counts)} more tokens of {batch_size} sequences; make the cache with more "
+                "num_blocks or memory"
             )
         for row, count in zip(self.rows, counts, strict=True):
             row.append(count)
@@ -221,11 +246,11 @@ class Rectangle:
         return _Step(self.pool.batch(self.rows), num_columns, visible, token_idxs)
 
     def _hide(self, visible: Tensor) -> None:
-        """Drop stored tokens that are padding now, as those that `generate` appends to rows that have ended."""
+        """Drop stored tokens that are padding now, like those that `generate` appends to ended rows."""
         if bool((visible & ~self.stored).any()):
             raise ValueError(
-                "attention_mask shows tokens that it hid in an earlier forward pass, so that their keys were not "
-                "stored; pass the mask of the whole batch, padding included, to every call"
+                "attention_mask shows tokens that it hid in an earlier forward pass, so that their keys were "
+                "not stored; pass the mask of the whole batch, padding included, to every call"
             )
         hidden = self.stored & ~visible
         if bool(((hidden.cumsum(1) > 0) & visible).any()):
@@ -275,8 +300,8 @@ def attend_dense(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | No
     if visible is not None:
         columns, num_tokens = torch.arange(num_keys, device=device), visible.sum(1, keepdim=True)
         is_left = (visible == (columns >= num_keys - num_tokens)).all(1)
-        # Padding on the right is behind every query that counts, provided that all queries are here.
-        is_right = (visible == (columns < num_tokens)).all(1) & (num_queries == num_keys)
+        # Padding on the right lies behind every query that counts.
+        is_right = (visible == (columns < num_tokens)).all(1)
         if not bool((is_left | is_right).all()):
             raise NotImplementedError("padding between tokens is not supported without a PagedCache")
         kv_starts = torch.where(is_left, num_keys - num_tokens.squeeze(1), 0).int()

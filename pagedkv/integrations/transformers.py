@@ -1,18 +1,20 @@
-"""pagedkv in Hugging Face transformers: an attention implementation named `pagedkv`, and a cache for `generate`.
+"""pagedkv in Hugging Face transformers: an attention implementation, `pagedkv`, and a cache for `generate`.
 
 Importing this module registers the attention function and its mask function. A forward pass calls
 
 1. the mask function, with the padding mask of the whole batch;
-2. in each layer `PagedCache.update`, with the keys and values of the new tokens: it leaves a note in the keyword
-   dict that the model passes on to
+2. in each layer `PagedCache.update`, with the keys and values of the new tokens: it leaves a note in the
+   keyword dict that the model passes on to
 3. the attention function, which knows the mask, and writes and reads through the cache's block tables.
 
-So padding is never stored. Where the note cannot travel (another attention implementation, or a model that does not
-pass its keyword dict), `update` stores every token and returns dense keys and values, as other caches do.
+So padding is never stored. Where the note cannot travel (another attention implementation, or a model that
+does not pass its keyword dict), `update` stores every token and returns dense keys and values, as other
+caches do.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ __all__ = ["PagedCache", "paged_attention_forward", "paged_attention_mask"]
 IMPLEMENTATION = "pagedkv"
 _HANDOVER = "pagedkv_handover"
 
-# With these keywords some models change what a query sees, or how it scores a key, in ways that the operator lacks.
+# With these keywords some models change what a query sees or how it scores a key, as the operator cannot.
 _UNSUPPORTED_KEYWORDS = {
     "block_indices",
     "cu_seq_lens_k",
@@ -104,15 +106,16 @@ class PagedCache(Cache):
     """A paged key-value cache that transformers' models and `generate` accept in place of a `DynamicCache`.
 
     One cache serves one batch; `reset` makes it ready for the next. Give the model
-    `attn_implementation="pagedkv"`, so that attention reads the blocks where they lie; with any other implementation
-    the cache gathers dense keys and values at each step: right, but slow. Padding takes no slot, and padded queries
-    get output 0. Sliding-window layers keep all their tokens. The pool has a fixed size. Inference only.
+    `attn_implementation="pagedkv"`, so that attention reads the blocks where they lie; with any other one the
+    cache gathers dense keys and values at each step: right, but slow. Padding takes no slot, and padded
+    queries get output 0. Sliding-window layers keep all their tokens. The pool has a fixed size. Inference
+    only.
 
     Args:
         model: the model, or its `config`: the very object, as its attention implementation is looked up.
         num_blocks: blocks in the pool. Exactly one of num_blocks and memory is given.
-        memory: bytes for all tensors of the cache together: an int, text ("2GiB"), or a fraction (float) of the
-            device's free memory.
+        memory: bytes for all tensors of the cache together: an int, text ("2GiB"), or a fraction (float) of
+            the device's free memory.
         block_size: tokens in a block.
         dtype: of the model's keys and values. Default: the model's or config's.
         kv_dtype: what the cache stores; dtype (the default), float8_e4m3fn, float8_e5m2 or int8.
@@ -125,12 +128,13 @@ class PagedCache(Cache):
 
     Raises:
         ValueError: both or neither of num_blocks and memory; otherwise as `PagedKVCache`.
-        NotImplementedError: an encoder-decoder model, layers that are neither full nor sliding-window attention,
-            layers that share keys, a model on several devices.
+        NotImplementedError: an encoder-decoder model, layers that are neither full nor sliding-window
+            attention, layers that share keys, a model on several devices.
 
-    >>> config = transformers.LlamaConfig(64, 32, 64, 2, 4, attn_implementation="pagedkv")
+    >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    >>> config = transformers.LlamaConfig(**sizes, attn_implementation="pagedkv", eos_token_id=None)
     >>> model = transformers.LlamaForCausalLM(config); cache = PagedCache(model, num_blocks=8)
-    >>> ids = model.generate(torch.tensor([[5, 6, 7]]), cache=cache, max_length=8, min_length=8, pad_token_id=0)
+    >>> ids = model.generate(torch.tensor([[5, 6, 7]]), cache=cache, max_new_tokens=5)
     >>> ids.shape, cache.get_seq_length(), cache.stats().num_used
     (torch.Size([1, 8]), 7, 1)
     """
@@ -200,10 +204,11 @@ class PagedCache(Cache):
         if self._handover is not None:
             lost, self._handover = self._handover, None
             raise RuntimeError(
-                f"the keys of layer {lost.layer_idx} never reached pagedkv's attention function: the model does not "
-                "use attn_implementation='pagedkv', but the config that the cache was made from says so"
+                f"the keys of layer {lost.layer_idx} never reached pagedkv's attention function: the model "
+                "does not use attn_implementation='pagedkv', but the config that the cache was made from "
+                "says so"
             )
-        self._check_states(key_states, value_states, layer_idx)
+        self._rectangle.check_states(layer_idx, key_states, value_states)
         keywords = kwargs.get("kwargs")
         if isinstance(keywords, dict) and self._config._attn_implementation == IMPLEMENTATION:
             self._handover = keywords[_HANDOVER] = _Handover(self, layer_idx, key_states, value_states)
@@ -268,29 +273,14 @@ class PagedCache(Cache):
             f"PagedCache(batch_size={self.batch_size}, seq_length={self.get_seq_length()}, pool: {self.pool})"
         )
 
-    def _check_states(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
-        pool, num_rows = self.pool, len(self._rectangle.rows)
-        if not 0 <= layer_idx < pool.num_layers:
-            raise ValueError(f"layer_idx {layer_idx} is outside the cache's 0 to {pool.num_layers - 1}")
-        expected = (key.shape[0], pool.num_kv_heads, key.shape[2], pool.head_dim)
-        if not key.shape == value.shape == expected:
-            raise ValueError(
-                f"layer {layer_idx} has keys {list(key.shape)} and values {list(value.shape)}, but by the config both "
-                f"are [batch_size, {pool.num_kv_heads}, num_tokens, {pool.head_dim}]; this model is not supported"
-            )
-        if self.get_seq_length() > 0 and key.shape[0] != num_rows:
-            raise ValueError(
-                f"the cache holds a batch of {num_rows}, this one has {key.shape[0]} rows; reset() it first"
-            )
-
     def _attend(
         self, handover: _Handover, query: Tensor, visible: Tensor | None, window: int | None, **options: Any
     ) -> Tensor:
         layer_idx, key, value = handover.layer_idx, handover.key, handover.value
         if window != self._windows[layer_idx]:
             raise NotImplementedError(
-                f"layer {layer_idx} has sliding_window {self._windows[layer_idx]} in the config, but the model calls "
-                f"its attention with {window}; this model is not supported"
+                f"layer {layer_idx} has sliding_window {self._windows[layer_idx]} in the config, but the "
+                f"model calls its attention with {window}; this model is not supported"
             )
         if query.shape[2] != key.shape[2]:
             raise NotImplementedError(
@@ -313,7 +303,7 @@ def paged_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered as `pagedkv`: causal self-attention over a `PagedCache` or dense keys.
+    """Attention, registered as `pagedkv`: causal, over a `PagedCache` or dense keys.
 
     Args:
         module: the attention layer.
@@ -334,8 +324,8 @@ def paged_attention_forward(
 
     Raises:
         ValueError: dropout; a mask that does not fit.
-        NotImplementedError: attention that is not causal, 4-D masks, `output_attentions`, position biases, packed
-            sequences, padding between tokens where it cannot be left out.
+        NotImplementedError: attention that is not causal, 4-D masks, `output_attentions`, position biases,
+            packed sequences, padding between tokens where it cannot be left out.
         RuntimeError: gradients are required.
     """
     handover = kwargs.get(_HANDOVER)
@@ -363,8 +353,8 @@ def paged_attention_forward(
         return attend_dense(query, key, value, attention_mask, window=sliding_window, **options), None
     if key is not handover.key or value is not handover.value:
         raise NotImplementedError(
-            "the model changes keys or values between cache.update and attention (as latent attention does), which "
-            "attn_implementation='pagedkv' does not support; use 'sdpa' or 'eager' with this cache"
+            "the model changes keys or values between cache.update and attention (as latent attention does), "
+            "which attn_implementation='pagedkv' does not support; use 'sdpa' or 'eager' with this cache"
         )
     return handover.cache._attend(handover, query, attention_mask, sliding_window, **options), None
 
@@ -405,8 +395,8 @@ def paged_attention_mask(
     """
     if not _is_causal_pattern(mask_function):
         raise NotImplementedError(
-            "attn_implementation='pagedkv' supports causal masks, with or without a sliding window and padding, not "
-            "bidirectional, chunked, packed or custom ones"
+            "attn_implementation='pagedkv' supports causal masks, with or without a sliding window and "
+            "padding, not bidirectional, chunked, packed or custom ones"
         )
     num_tokens = int(q_offset) + q_length
     if kv_offset + kv_length != num_tokens:
@@ -418,8 +408,8 @@ def paged_attention_mask(
         return None
     if attention_mask.shape != (batch_size, num_tokens):
         raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, but it must cover all [{batch_size}, {num_tokens}] "
-            "tokens, those in the cache and padding included"
+            f"attention_mask has shape {list(attention_mask.shape)}, but it must cover all "
+            f"[{batch_size}, {num_tokens}] tokens, those in the cache and padding included"
         )
     visible = attention_mask[:, kv_offset:].bool()
     return None if bool(visible.all()) else visible
@@ -442,11 +432,14 @@ def _is_causal_pattern(mask_function: Callable[..., Any]) -> bool:
     """Whether this is transformers' causal mask, alone or under a sliding window; told by what built it."""
     if mask_function is causal_mask_function:
         return True
-    closure = getattr(mask_function, "__closure__", None)
-    if closure is None or getattr(mask_function, "__code__", None) is not _AND_MASKS_CODE:
+    if getattr(mask_function, "__code__", None) is not _AND_MASKS_CODE:
         return False
-    window, causal = (*closure[0].cell_contents, None, None)[:2]
-    return causal is causal_mask_function and getattr(window, "__code__", None) is _SLIDING_WINDOW_CODE
+    parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+    return (
+        len(parts) == 2
+        and getattr(parts[0], "__code__", None) is _SLIDING_WINDOW_CODE
+        and parts[1] is causal_mask_function
+    )
 
 
 AttentionInterface.register(IMPLEMENTATION, paged_attention_forward)

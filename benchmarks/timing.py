@@ -1,0 +1,90 @@
+"""What the benchmarks share: contenders timed in turn, compared pairwise, and a line that says where."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import pagedkv
+
+SAMPLE_SECONDS = 0.02  # long enough for the clock, short enough that a round sees one state of the machine
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    """The options of every benchmark; sets the number of threads."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads of torch")
+    parser.add_argument("--rounds", type=int, default=31, help="samples of each contender")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return arguments
+
+
+def machine_line() -> str:
+    """Machine, versions and commit: a number means nothing without them."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    root = Path(__file__).resolve().parent.parent
+    commit = subprocess.run(
+        ["git", "-C", root, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    device = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    version = f"pagedkv {pagedkv.__version__} at {commit or 'an unknown commit'}"
+    return (
+        f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}"
+        f"{device}; torch {torch.__version__}, {version}"
+    )
+
+
+def measure(
+    contenders: dict[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds a call of each contender, `rounds` samples, taken in turn so that all see the same drift.
+
+    A sample is as many calls as take SAMPLE_SECONDS; each round starts with another contender.
+    """
+    counts = {}
+    for name, call in contenders.items():
+        elapsed(call, 1, device)  # warm up
+        once = min(elapsed(call, 1, device) for _ in range(3))
+        counts[name] = max(1, round(SAMPLE_SECONDS / once))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            samples[name].append(elapsed(contenders[name], counts[name], device) / counts[name])
+    return samples
+
+
+def elapsed(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Seconds for `count` calls, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin
+
+
+def print_table(title: str, samples: dict[str, list[float]], num_bytes: int) -> None:
+    """Median time, bytes a second, and the median of the ratios to pagedkv of the same round."""
+    print(f"\n{title} ({num_bytes / 1e6:.1f} MB moved)")
+    print(f"  {'':<28}{'median':>12}{'GB/s':>9}{'of pagedkv':>12}")
+    for name, seconds in samples.items():
+        median = statistics.median(seconds)
+        ratio = statistics.median(a / b for a, b in zip(seconds, samples["pagedkv"], strict=True))
+        print(f"  {name:<28}{median * 1e6:>9.1f} us{num_bytes / median / 1e9:>9.2f}{ratio:>11.2f}x")
