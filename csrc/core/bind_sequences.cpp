@@ -44,6 +44,7 @@ struct BatchBuffers {
   BatchArrays arrays;
 };
 
+// block_tables are not initialised: a row is written as a whole when its table is new.
 BatchBuffers make_buffers(int64_t num_groups, int64_t max_seqs, int64_t max_blocks, int64_t max_tokens) {
   BatchBuffers buffers{.block_tables = py::array_t<int32_t>({num_groups, max_seqs, max_blocks}),
                        .context_lens = py::array_t<int32_t>(max_seqs),
@@ -59,7 +60,6 @@ BatchBuffers make_buffers(int64_t num_groups, int64_t max_seqs, int64_t max_bloc
                     .query_start_loc = buffers.query_start_loc.mutable_data(),
                     .slot_mapping = buffers.slot_mapping.mutable_data(),
                     .rows = std::vector<BatchArrays::Row>(num_groups * max_seqs)};
-  std::fill_n(buffers.arrays.block_tables, buffers.block_tables.size(), NO_BLOCK);
   return buffers;
 }
 
@@ -196,8 +196,15 @@ table has changed otherwise than by new blocks at its end.
 >>> sequences.open_batch([first], buffers=buffers).block_tables.tolist()
 [[[0, -1, -1], [-1, -1, -1]]]
 )doc")
-      .def(py::init(&make_buffers), py::arg("num_groups"), py::arg("max_seqs"), py::arg("max_blocks"),
-           py::arg("max_tokens"))
+      .def(py::init([](int64_t num_groups, int64_t max_seqs, int64_t max_blocks, int64_t max_tokens) {
+             BatchBuffers buffers = make_buffers(num_groups, max_seqs, max_blocks, max_tokens);
+             std::fill_n(buffers.arrays.block_tables, buffers.block_tables.size(), NO_BLOCK);
+             std::fill_n(buffers.arrays.context_lens, max_seqs, 0);
+             std::fill_n(buffers.arrays.query_start_loc, max_seqs + 1, 0);
+             std::fill_n(buffers.arrays.slot_mapping, buffers.slot_mapping.size(), -1);
+             return buffers;
+           }),
+           py::arg("num_groups"), py::arg("max_seqs"), py::arg("max_blocks"), py::arg("max_tokens"))
       .def_readonly("block_tables", &BatchBuffers::block_tables, "[num_groups, max_seqs, max_blocks] int32.")
       .def_readonly("context_lens", &BatchBuffers::context_lens, "[max_seqs] int32.")
       .def_readonly("query_start_loc", &BatchBuffers::query_start_loc, "[max_seqs + 1] int32.")

@@ -133,10 +133,13 @@ void Sequences::fill_batch(const BatchShape& shape, BatchArrays& arrays) const {
       const BlockTable& table = tables[group];
       const int64_t row_idx = group * arrays.max_seqs + static_cast<int64_t>(seq_idx);
       auto& [revision, num_blocks] = arrays.rows[row_idx];
-      if (revision != table.revision()) num_blocks = 0;
-      revision = table.revision();
-      std::copy(table.blocks().begin() + num_blocks, table.blocks().end(),
-                arrays.block_tables + row_idx * arrays.max_blocks + num_blocks);
+      int32_t* row = arrays.block_tables + row_idx * arrays.max_blocks;
+      if (revision != table.revision()) {
+        num_blocks = 0;
+        revision = table.revision();
+        std::fill(row + table.num_blocks(), row + arrays.max_blocks, NO_BLOCK);
+      }
+      std::copy(table.blocks().begin() + num_blocks, table.blocks().end(), row + num_blocks);
       num_blocks = table.num_blocks();
       table.write_slots(context_len - query_len, context_len,
                         arrays.slot_mapping + group * arrays.max_tokens + num_query_tokens);
