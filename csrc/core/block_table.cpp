@@ -49,23 +49,14 @@ int32_t BlockTable::physical_block(int64_t logical_block) const {
   return blocks_[logical_block];
 }
 
-int64_t BlockTable::num_new_blocks(int64_t num_new_tokens) const {
-  if (num_new_tokens > std::numeric_limits<int64_t>::max() - num_tokens_) {
-    throw OutOfMemory("No free blocks available: a table cannot hold 2**63 tokens");
-  }
-  return blocks_for(num_tokens_ + num_new_tokens, block_size()) - num_blocks();
-}
-
-int32_t BlockTable::shared_tail() const {
-  const bool partial = num_tokens_ % block_size() != 0;
-  return partial && allocator_->num_owners(blocks_.back()) > 1 ? blocks_.back() : NO_BLOCK;
-}
-
 void BlockTable::grow(int64_t num_new_tokens) {
   if (num_new_tokens < 0) {
     throw std::invalid_argument("num_tokens must not be negative, got " + std::to_string(num_new_tokens));
   }
   if (num_new_tokens == 0) return;
+  if (num_new_tokens > std::numeric_limits<int64_t>::max() - num_tokens_) {
+    throw OutOfMemory("No free blocks available: a table cannot hold 2**63 tokens");
+  }
   const int64_t num_new = num_new_blocks(num_new_tokens);
   const int32_t shared = shared_tail();
   const int64_t num_needed = num_new + (shared != NO_BLOCK);
@@ -80,7 +71,7 @@ void BlockTable::grow(int64_t num_new_tokens) {
     blocks_.back() = allocator_->copy_on_write(shared);
     copy_destinations_.push_back(blocks_.back());
     revision_ = allocator_->new_revision();
-  } else if (num_tokens_ % block_size() != 0) {
+  } else if (num_slack() > 0) {
     allocator_->begin_write(blocks_.back());
   }
   if (num_new > 0) allocator_->append_blocks(num_new, blocks_);
@@ -93,10 +84,14 @@ void BlockTable::write_slots(int64_t begin, int64_t end, int64_t* slots) const {
                             " were asked for, but the table has room for tokens 0 to " +
                             std::to_string(num_tokens_) + " only");
   }
+  if (begin == end) return;
   const int64_t size = block_size();
-  for (int64_t token = begin; token < end;) {
-    const int64_t offset = token % size;
-    const int64_t first_slot = blocks_[token / size] * size + offset;
+  // Mostly the token is in the last block, and there is nothing to divide.
+  const int64_t last_block = num_blocks() - 1;
+  int64_t block_idx = begin >= last_block * size ? last_block : begin / size;
+  for (int64_t token = begin; token < end; ++block_idx) {
+    const int64_t offset = token - block_idx * size;
+    const int64_t first_slot = blocks_[block_idx] * size + offset;
     const int64_t count = std::min(size - offset, end - token);
     for (int64_t i = 0; i < count; ++i) slots[i] = first_slot + i;
     slots += count;
@@ -143,8 +138,8 @@ void BlockTable::replace(int64_t logical_block, int32_t block) noexcept {
 }
 
 void BlockTable::release_before(int64_t token) noexcept {
+  if (token < (num_released_ + 1) * block_size()) return;
   const int64_t end = std::min(token / block_size(), num_blocks());
-  if (end <= num_released_) return;
   revision_ = allocator_->new_revision();
   // Like truncate, the later block goes back before the earlier one.
   for (int64_t i = end - 1; i >= num_released_; --i) {

@@ -32,16 +32,22 @@ class BlockTable {
   int64_t revision() const { return revision_; }
 
   // Blocks that num_new_tokens more tokens add to the table, the copy of a shared tail not counted.
-  int64_t num_new_blocks(int64_t num_new_tokens) const;
+  int64_t num_new_blocks(int64_t num_new_tokens) const {
+    // Most calls are for a token or two: they need no division.
+    return num_new_tokens <= num_slack() ? 0 : blocks_for(num_new_tokens - num_slack(), block_size());
+  }
   // The partly filled last block where other tables own it too, so that a write has to copy it first; else
   // NO_BLOCK.
-  int32_t shared_tail() const;
+  int32_t shared_tail() const {
+    return num_slack() > 0 && allocator_->num_owners(blocks_.back()) > 1 ? blocks_.back() : NO_BLOCK;
+  }
 
   // Makes room for num_new_tokens more tokens that are about to be written. All or nothing.
   void grow(int64_t num_new_tokens);
   // Writes the slots of tokens [begin, end) to slots [end - begin].
   void write_slots(int64_t begin, int64_t end, int64_t* slots) const;
   BlockTable fork() const;
+  bool may_have_pending_copies() const { return !copy_destinations_.empty(); }
   std::vector<CopyPair> take_pending_copies();
   void truncate(int64_t num_tokens);
 
@@ -56,6 +62,12 @@ class BlockTable {
   void free() { truncate(0); }
 
  private:
+  // Slots of the last block without a token. Unsigned, because the slots of all blocks may be 2**63.
+  int64_t num_slack() const {
+    const uint64_t num_slots = static_cast<uint64_t>(num_blocks()) * static_cast<uint64_t>(block_size());
+    return static_cast<int64_t>(num_slots - static_cast<uint64_t>(num_tokens_));
+  }
+
   std::shared_ptr<BlockAllocator> allocator_;
   std::vector<int32_t> blocks_;  // [ceil(num_tokens / block_size)]
   int64_t num_tokens_ = 0;

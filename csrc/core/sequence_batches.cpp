@@ -154,6 +154,7 @@ std::vector<CopyPair> Sequences::take_pending_copies(int64_t batch_id) {
   std::vector<CopyPair> pairs;
   for (const Id id : open_batches_.at(batch_id).ids) {
     for (BlockTable& table : at(id).tables) {
+      if (!table.may_have_pending_copies()) continue;
       const std::vector<CopyPair> taken = table.take_pending_copies();
       pairs.insert(pairs.end(), taken.begin(), taken.end());
     }
@@ -192,7 +193,7 @@ bool Sequences::can_append(std::span<const Id> ids, std::span<const int64_t> cou
   require_same_length(ids.size(), counts.size(), "counts");
   std::vector<Member> members = distinct_members(ids);
   for (size_t i = 0; i < members.size(); ++i) {
-    require_count(counts[i], entry("counts", i));
+    require_count(counts[i], "counts", i);
     require_sum(members[i].sequence->num_tokens, counts[i]);
     members[i].num_new_tokens += counts[i];
   }

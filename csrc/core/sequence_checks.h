@@ -19,8 +19,13 @@ inline void require_same_length(size_t num_ids, size_t num_values, const char* v
                               std::to_string(num_ids) + " sequences");
 }
 
-inline void require_count(int64_t count, const std::string& name) {
-  if (count < 0) throw std::invalid_argument(name + " must not be negative, got " + std::to_string(count));
+inline void require_count(int64_t count, const char* name) {
+  if (count >= 0) return;
+  throw std::invalid_argument(std::string(name) + " must not be negative, got " + std::to_string(count));
+}
+
+inline void require_count(int64_t count, const char* list, size_t index) {
+  if (count < 0) require_count(count, entry(list, index).c_str());
 }
 
 inline void require_sum(int64_t num_tokens, int64_t count) {

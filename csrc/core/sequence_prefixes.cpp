@@ -62,21 +62,30 @@ void Sequences::cache_full_blocks(Sequence& sequence) {
   const int64_t block_size = allocator_->block_size();
   const std::span<const int64_t> token_ids(sequence.token_ids);
   const int64_t num_known = std::min(sequence.num_computed_tokens, static_cast<int64_t>(token_ids.size()));
-  for (int64_t& i = sequence.num_keyed_blocks; (i + 1) * block_size <= num_known; ++i) {
-    sequence.key = extend_key(sequence.key, token_ids.subspan(i * block_size, block_size));
+  if ((sequence.num_keyed_blocks + 1) * block_size > num_known) return;
+  std::vector<BlockKey> keys;
+  for (int64_t i = sequence.num_keyed_blocks; (i + 1) * block_size <= num_known; ++i) {
+    const BlockKey& parent = keys.empty() ? sequence.key : keys.back();
+    keys.push_back(extend_key(parent, token_ids.subspan(i * block_size, block_size)));
+    for (int32_t group = 0; group < num_groups(); ++group) prefix_cache_.prefetch(keys.back(), group);
+  }
+  for (const BlockKey& key : keys) {
+    const int64_t i = sequence.num_keyed_blocks;
     for (int64_t group = 0; group < num_groups(); ++group) {
       BlockTable& table = sequence.tables[group];
       const int32_t block = table.blocks()[i];
       if (block == NO_BLOCK) continue;
-      const int32_t known = prefix_cache_.find(sequence.key, static_cast<int32_t>(group));
+      const int32_t known = prefix_cache_.find(key, static_cast<int32_t>(group));
       if (known == NO_BLOCK) {
-        prefix_cache_.insert(sequence.key, static_cast<int32_t>(group), block);
+        prefix_cache_.insert(key, static_cast<int32_t>(group), block);
       } else if (known != block) {
         // Of two blocks with the same tokens the first stays. So the blocks of a chain always have a common
         // owner, and come into the list of unused ones in the order in which they are to be evicted.
         table.replace(i, known);
       }
     }
+    sequence.key = key;
+    ++sequence.num_keyed_blocks;
   }
 }
 

@@ -28,8 +28,7 @@ Sequences::Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t
   require_count(num_host_blocks, "num_host_blocks");
   if (num_host_blocks > 0) host_allocator_ = std::make_shared<BlockAllocator>(num_host_blocks, block_size);
   if (windows_.empty()) throw std::invalid_argument("windows must have an entry for each group of layers");
-  for (size_t group = 0; group < windows_.size(); ++group)
-    require_count(windows_[group], entry("windows", group));
+  for (size_t group = 0; group < windows_.size(); ++group) require_count(windows_[group], "windows", group);
 }
 
 Sequences::Sequence* Sequences::find(Id id) const {

@@ -97,8 +97,7 @@ class Sequences {
   // Takes the blocks for the next query_lens[i] uncomputed tokens of ids[i] (nullopt: all of them), all or
   // nothing, and gives back those behind a window.
   BatchShape open_batch(std::span<const Id> ids, std::optional<std::span<const int64_t>> query_lens);
-  // Throws std::invalid_argument where the arrays are too small. Entries behind a row's blocks are left
-  // alone.
+  // Throws std::invalid_argument where the arrays are too small. Rows are padded with -1.
   void fill_batch(const BatchShape& shape, BatchArrays& arrays) const;
   // The copies due before the batch is written; the caller has to run them.
   std::vector<CopyPair> take_pending_copies(int64_t batch_id);
