@@ -30,6 +30,7 @@ MODULES = [
     "pagedkv._pool",
     "pagedkv._prefix",
     "pagedkv._stats",
+    "pagedkv.viz",
     "pagedkv.cache",
     "pagedkv.integrations.transformers",
     "pagedkv.ops",

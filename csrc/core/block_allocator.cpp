@@ -221,11 +221,6 @@ int64_t BlockAllocator::evict(int64_t count) {
   return count;
 }
 
-void BlockAllocator::begin_write(int32_t block) noexcept {
-  if (states_[block].cached) uncache(block);
-  ++states_[block].version;
-}
-
 int32_t BlockAllocator::copy_on_write(int32_t block) {
   const int32_t destination = allocate();
   // Nothing was written since a copy into `block` was queued (copies are due before the next write), so its

@@ -88,7 +88,10 @@ class BlockAllocator {
   // Ends the hold of the pending copy into `destination`; whoever takes the pair has to run it.
   CopyPair take_copy(int32_t destination);
   // The only owner of `block` is about to write to it: it is cached no longer.
-  void begin_write(int32_t block) noexcept;
+  void begin_write(int32_t block) noexcept {
+    if (states_[block].cached) uncache(block);
+    ++states_[block].version;
+  }
 
   // A number that no table of this pool had as its revision before.
   int64_t new_revision() { return ++last_revision_; }

@@ -137,9 +137,8 @@ void BlockTable::replace(int64_t logical_block, int32_t block) noexcept {
   std::erase(copy_destinations_, old);
 }
 
-void BlockTable::release_before(int64_t token) noexcept {
-  if (token < (num_released_ + 1) * block_size()) return;
-  const int64_t end = std::min(token / block_size(), num_blocks());
+void BlockTable::release_blocks(int64_t end) noexcept {
+  end = std::min(end, num_blocks());
   revision_ = allocator_->new_revision();
   // Like truncate, the later block goes back before the earlier one.
   for (int64_t i = end - 1; i >= num_released_; --i) {

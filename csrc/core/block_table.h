@@ -57,11 +57,15 @@ class BlockTable {
   // Maps another block of the same content.
   void replace(int64_t logical_block, int32_t block) noexcept;
   // Gives back the blocks that hold only tokens before `token`; NO_BLOCK stands in their place.
-  void release_before(int64_t token) noexcept;
+  void release_before(int64_t token) noexcept {
+    if (token >= (num_released_ + 1) * block_size()) release_blocks(token / block_size());
+  }
   int64_t num_released() const { return num_released_; }
   void free() { truncate(0); }
 
  private:
+  void release_blocks(int64_t end) noexcept;  // those before it, in logical order
+
   // Slots of the last block without a token. Unsigned, because the slots of all blocks may be 2**63.
   int64_t num_slack() const {
     const uint64_t num_slots = static_cast<uint64_t>(num_blocks()) * static_cast<uint64_t>(block_size());
