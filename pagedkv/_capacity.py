@@ -62,7 +62,7 @@ class Capacity:
 
     def can_allocate(
         self,
-        tokens: int | Ints,
+        num_tokens: int | Ints,
         *,
         salt: Extra = None,
         extra_key: Extra = None,
@@ -74,7 +74,7 @@ class Capacity:
         in the prefix cache are not counted twice.
 
         Args:
-            tokens: how many, or their ids, for which the prefix cache is looked at.
+            num_tokens: how many, or their ids, for which the prefix cache is looked at.
             salt: as for `add_sequence`.
             extra_key: as for `add_sequence`.
             num_spare_blocks: blocks that must be left over, for sequences that grow.
@@ -88,12 +88,12 @@ class Capacity:
         """
         if num_spare_blocks < 0:
             raise ValueError(f"num_spare_blocks must not be negative, got {num_spare_blocks}")
-        if isinstance(tokens, int | np.integer):
-            if tokens < 0:
-                raise ValueError(f"num_tokens must not be negative, got {tokens}")
-            num_tokens = int(tokens)
-            return self._fits(lambda core: core.can_allocate(num_tokens, num_spare_blocks))
-        token_ids, root = reusable_ints(tokens), self._root(salt, extra_key)
+        if isinstance(num_tokens, int | np.integer):
+            if num_tokens < 0:
+                raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
+            count = int(num_tokens)
+            return self._fits(lambda core: core.can_allocate(count, num_spare_blocks))
+        token_ids, root = reusable_ints(num_tokens), self._root(salt, extra_key)
         return self._fits(lambda core: core.can_allocate_ids(token_ids, root, num_spare_blocks))
 
     def can_append(self, sequences: Iterable[Sequence], counts: Ints) -> bool:

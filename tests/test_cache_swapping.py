@@ -281,3 +281,60 @@ def test_bytes_of_the_host() -> None:
     cache = swap_cache(num_host_blocks=5, prefix_caching=True)
     assert cache.stats().host_bytes == 5 * cache.bytes_per_block
     assert make_cache().stats().host_bytes == 0
+
+
+class Event:
+    """Stands in for a CUDA event behind a copy that takes its time."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.num_waits = 0
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+        self.done = True
+
+
+def start_swap_out(cache: PagedKVCache, seq: Sequence) -> Event:
+    """A swap whose copy is under way, as on CUDA."""
+    assert cache._host is not None
+    transfer_id, _ = cache._core.swap_out(seq._id)
+    event = Event()
+    cache._host._in_flight.append((event, transfer_id))  # type: ignore[arg-type]
+    return event
+
+
+def test_fault_freed_while_in_flight() -> None:
+    """Blocks that a copy reads stay used until it is done; whoever needs them waits, nobody else does."""
+    cache = swap_cache(num_blocks=4)
+    seq = computed(cache, 12)
+    event = start_swap_out(cache, seq)
+    small, large = cache.add_sequence(num_tokens=4), cache.add_sequence(num_tokens=9)
+    compute(cache, small)
+    assert (cache.stats().num_used, event.num_waits) == (4, 0)
+    event.done = True
+    assert cache.stats().num_used == 1  # found out without waiting
+    seq.swap_in()
+    event = start_swap_out(cache, seq)
+    compute(cache, large)
+    assert event.num_waits == 1
+
+
+@pytest.mark.parametrize("question", ["can_append", "can_allocate", "can_swap_in"])
+def test_answers_do_not_depend_on_copies_in_flight(question: str) -> None:
+    cache = swap_cache(num_blocks=4)
+    away, seq, new = computed(cache, 4), computed(cache, 8), cache.add_sequence()
+    away.swap_out()
+    full = computed(cache, 8)
+    event = start_swap_out(cache, seq)
+    if question == "can_append":
+        assert cache.can_append([new], [1])
+    elif question == "can_allocate":
+        assert cache.can_allocate(4)
+    else:
+        assert cache.can_swap_in(away)
+    assert event.num_waits == 1
+    assert not cache.can_append([full], [9])
