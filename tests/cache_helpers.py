@@ -32,3 +32,14 @@ def tokens_of(rows: int, *salt: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     generator = torch.Generator().manual_seed(hash(salt) % 2**31)
     query, key, value = (torch.randn(rows, heads, 8, generator=generator) for heads in (4, 2, 2))
     return query, key, value
+
+
+def prefix_cache(num_blocks: int = 16, block_size: int = 4, **options: Any) -> PagedKVCache:
+    return make_cache(num_blocks, block_size, prefix_caching=True, **options)
+
+
+def added(cache: PagedKVCache, tokens: Any, **options: Any) -> Sequence:
+    """A sequence whose tokens are all computed."""
+    seq = cache.add_sequence(tokens, **options)
+    compute(cache, seq)
+    return seq

@@ -66,7 +66,8 @@ class Sequences {
   static constexpr int64_t NO_WINDOW = 0;
 
   // windows [num_groups]: the most recent keys that a query of the group sees, itself included, or NO_WINDOW.
-  Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows, int64_t num_host_blocks);
+  Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows = {NO_WINDOW},
+            int64_t num_host_blocks = 0);
 
   const BlockAllocator& allocator() const { return *allocator_; }
   const BlockAllocator* host_allocator() const { return host_allocator_.get(); }  // null: no host blocks
@@ -74,7 +75,8 @@ class Sequences {
 
   // A sequence of num_tokens tokens, the ids of the leading ones given. No block is taken before a batch
   // needs it. With a root, what blocks of that root hold of the tokens is reused, except for the last token.
-  Id add(std::vector<int64_t> token_ids, int64_t num_tokens, const std::optional<BlockKey>& root);
+  Id add(std::vector<int64_t> token_ids, int64_t num_tokens,
+         const std::optional<BlockKey>& root = std::nullopt);
   void append(Id id, std::span<const int64_t> token_ids);
   void append(Id id, int64_t num_tokens);
   // token_ids[i] onto ids[i], or with no token_ids an unnamed token each.
