@@ -77,10 +77,11 @@ def test_buffers_that_are_too_small() -> None:
     ):
         with pytest.raises(ValueError, match=what):
             cache.batch(members, buffers=buffers)
-        assert cache.stats().num_used == 0
-    tables = cache.batch(seqs[:2], buffers=buffers).block_tables.tolist()
-    assert tables[0] == seqs[0].block_table
-    assert tables[1][:1] == seqs[1].block_table
+        assert cache.stats().peak_used == 0
+    assert cache.batch(seqs[:2], buffers=buffers).block_tables.tolist() == [[0, 1], [2, -1]]
+    other = make_cache(num_layers=2, sliding_window=[3, None])
+    with pytest.raises(ValueError, match="2 groups of layers, but its buffers hold 1"):
+        other.batch([other.add_sequence([1])], buffers=buffers)
     with pytest.raises(ValueError, match="max_seqs must be at least 1, got 0"):
         cache.make_buffers(0, 1, 1)
 

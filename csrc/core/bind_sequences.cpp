@@ -63,16 +63,18 @@ BatchBuffers make_buffers(int64_t num_groups, int64_t max_seqs, int64_t max_bloc
   return buffers;
 }
 
-BatchShape open_shape(Sequences& sequences, const py::object& ids, const py::object& query_lens) {
+BatchShape open_shape(Sequences& sequences, const py::object& ids, const py::object& query_lens,
+                      const BatchArrays* arrays) {
   const std::vector<int64_t> id_list = to_ints(ids, "ids");
-  if (query_lens.is_none()) return sequences.open_batch(id_list, std::nullopt);
+  if (query_lens.is_none()) return sequences.open_batch(id_list, std::nullopt, arrays);
   const std::vector<int64_t> lens = to_ints(query_lens, "query_lens");
-  return sequences.open_batch(id_list, lens);
+  return sequences.open_batch(id_list, lens, arrays);
 }
 
 Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& query_lens,
                  BatchBuffers* buffers) {
-  const BatchShape shape = open_shape(sequences, ids, query_lens);
+  const BatchShape shape =
+      open_shape(sequences, ids, query_lens, buffers == nullptr ? nullptr : &buffers->arrays);
   try {
     std::optional<BatchBuffers> own;
     if (buffers == nullptr) {

@@ -83,14 +83,28 @@ void Sequences::check_members(std::span<const Member> members, std::span<const i
   }
 }
 
-BatchShape Sequences::open_batch(std::span<const Id> ids,
-                                 std::optional<std::span<const int64_t>> query_lens) {
+void Sequences::check_room(std::span<const Member> members, const BatchArrays& arrays) const {
+  int64_t max_blocks = 0, num_query_tokens = 0;
+  for (const auto& [sequence, query_len] : members) {
+    const BlockTable& table = sequence->tables[0];
+    max_blocks = std::max(max_blocks, table.num_blocks() + table.num_new_blocks(query_len));
+    num_query_tokens += query_len;
+  }
+  require_room("groups of layers", num_groups(), arrays.num_groups);
+  require_room("sequences", static_cast<int64_t>(members.size()), arrays.max_seqs);
+  require_room("blocks of a sequence", max_blocks, arrays.max_blocks);
+  require_room("tokens", num_query_tokens, arrays.max_tokens);
+}
+
+BatchShape Sequences::open_batch(std::span<const Id> ids, std::optional<std::span<const int64_t>> query_lens,
+                                 const BatchArrays* arrays) {
   if (query_lens) require_same_length(ids.size(), query_lens->size(), "query_lens");
   std::vector<Member> members = distinct_members(ids);
   check_members(members, query_lens.value_or(std::span<const int64_t>()));
   if (query_lens) {
     for (size_t i = 0; i < members.size(); ++i) members[i].num_new_tokens = (*query_lens)[i];
   }
+  if (arrays != nullptr) check_room(members, *arrays);
   if (const int64_t num_needed = blocks_needed(members); num_needed > allocator_->num_free_blocks()) {
     const bool hopeless = num_needed > allocator_->num_blocks();
     throw OutOfMemory("No free blocks available: the batch needs " + std::to_string(num_needed) + ", " +
@@ -120,9 +134,6 @@ BatchShape Sequences::open_batch(std::span<const Id> ids,
 }
 
 void Sequences::fill_batch(const BatchShape& shape, BatchArrays& arrays) const {
-  require_room("sequences", shape.num_seqs, arrays.max_seqs);
-  require_room("blocks of a sequence", shape.max_blocks, arrays.max_blocks);
-  require_room("tokens", shape.num_tokens, arrays.max_tokens);
   const OpenBatch& batch = open_batches_.at(shape.batch_id);
   int64_t num_query_tokens = 0;
   arrays.query_start_loc[0] = 0;

@@ -98,8 +98,10 @@ class Sequences {
 
   // Takes the blocks for the next query_lens[i] uncomputed tokens of ids[i] (nullopt: all of them), all or
   // nothing, and gives back those behind a window.
-  BatchShape open_batch(std::span<const Id> ids, std::optional<std::span<const int64_t>> query_lens);
-  // Throws std::invalid_argument where the arrays are too small. Rows are padded with -1.
+  // Throws std::invalid_argument, too, where the batch is too big for `arrays`.
+  BatchShape open_batch(std::span<const Id> ids, std::optional<std::span<const int64_t>> query_lens,
+                        const BatchArrays* arrays = nullptr);
+  // Rows are padded with -1.
   void fill_batch(const BatchShape& shape, BatchArrays& arrays) const;
   // The copies due before the batch is written; the caller has to run them.
   std::vector<CopyPair> take_pending_copies(int64_t batch_id);
@@ -197,6 +199,7 @@ class Sequences {
   std::vector<Member> distinct_members(std::span<const Id> ids);
   void check_members(std::span<const Member> members, std::span<const int64_t> query_lens) const;
   int64_t blocks_needed(std::span<const Member> members) const;
+  void check_room(std::span<const Member> members, const BatchArrays& arrays) const;
   // The first token that a query at position `query` sees, in a group.
   int64_t first_visible(int64_t group, int64_t query) const;
   void check_sequence(const Sequence& sequence) const;
