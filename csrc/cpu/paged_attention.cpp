@@ -38,10 +38,11 @@ struct Row {
 
 // The task's memory, reused by every task of a thread.
 struct Scratch {
-  std::vector<float> query;  // [TILE_ROWS, head_dim]
-  std::vector<float> key;    // [TILE_TOKENS, head_dim]
-  std::vector<float> value;  // [TILE_TOKENS, value_head_dim]
-  std::vector<float> acc;    // [TILE_ROWS, value_head_dim] sum of weight * value
+  std::vector<float> query;     // [TILE_ROWS, head_dim]
+  std::vector<float> key;       // [TILE_TOKENS, head_dim]
+  std::vector<float> value;     // [TILE_TOKENS, value_head_dim]
+  std::vector<float> acc;       // [TILE_ROWS, value_head_dim] sum of weight * value
+  std::vector<float> tile_acc;  // [value_head_dim] the same of one row and tile
   std::array<float, TILE_TOKENS> score;
 
   void resize(const PagedAttentionParams& p) {
@@ -49,6 +50,7 @@ struct Scratch {
     key.resize(TILE_TOKENS * p.head_dim);
     value.resize(TILE_TOKENS * p.value_head_dim);
     acc.resize(TILE_ROWS * p.value_head_dim);
+    tile_acc.resize(p.value_head_dim);
   }
 };
 
@@ -98,23 +100,24 @@ float score_tile(const PagedAttentionParams& p, const Row& row, const float* que
   return max;
 }
 
-// acc = acc * factor + sum of weight * value, and the same for the softmax's sum.
+// acc = acc * factor + sum of weight * value, and the same for the softmax's sum. The tile is summed up
+// apart, so that a long context loses no digits to a running sum.
 void accumulate_tile(const PagedAttentionParams& p, Row& row, float* acc, int64_t token_begin,
-                     int64_t token_end, float tile_max, const Scratch& scratch) {
+                     int64_t token_end, float tile_max, Scratch& scratch) {
   const float factor = row.softmax.raise_max(tile_max);
-  if (factor != 1.0f) {
-    for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] *= factor;
-  }
-  float tile_sum = 0.0f;  // apart, so that a long context loses no digits to a running sum
+  float tile_sum = 0.0f;
+  float* tile_acc = scratch.tile_acc.data();
+  std::fill_n(tile_acc, p.value_head_dim, 0.0f);
   for (int64_t token = token_begin; token < token_end; ++token) {
     const float score = scratch.score[token - token_begin];
     if (score == NEG_INF) continue;  // a masked slot may hold NaN, and 0 * NaN is NaN
     const float weight = row.softmax.weight(score);
     tile_sum += weight;
     const float* value = scratch.value.data() + (token - token_begin) * p.value_head_dim;
-    for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] += weight * value[i];
+    for (int64_t i = 0; i < p.value_head_dim; ++i) tile_acc[i] += weight * value[i];
   }
   row.softmax.sum += tile_sum;
+  for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] = acc[i] * factor + tile_acc[i];
 }
 
 // Adds the sink to the denominator, normalises and stores. A row that saw no key gives 0, and its lse is the
