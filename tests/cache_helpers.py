@@ -23,8 +23,8 @@ def compute(cache: PagedKVCache, *sequences: Sequence) -> None:
 def state(cache: PagedKVCache) -> tuple[Any, ...]:
     """All that a failed call must leave as it was."""
     cache._core.check_integrity()
-    owners, filled, labels = cache._core.usage()
-    return cache._core.num_free_blocks, owners.tolist(), filled.tolist(), labels.tolist()
+    usage = [counts.tolist() for counts in cache._core.usage()]
+    return cache._core.num_free_blocks, cache._core.num_cached_blocks, *usage
 
 
 def tokens_of(rows: int, *salt: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -32,3 +32,14 @@ def tokens_of(rows: int, *salt: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     generator = torch.Generator().manual_seed(hash(salt) % 2**31)
     query, key, value = (torch.randn(rows, heads, 8, generator=generator) for heads in (4, 2, 2))
     return query, key, value
+
+
+def prefix_cache(num_blocks: int = 16, block_size: int = 4, **options: Any) -> PagedKVCache:
+    return make_cache(num_blocks, block_size, prefix_caching=True, **options)
+
+
+def added(cache: PagedKVCache, tokens: Any, **options: Any) -> Sequence:
+    """A sequence whose tokens are all computed."""
+    seq = cache.add_sequence(tokens, **options)
+    compute(cache, seq)
+    return seq

@@ -22,10 +22,15 @@ import pagedkv
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = [
     "pagedkv.__main__",
+    "pagedkv._capacity",
     "pagedkv._core",
     "pagedkv._handles",
+    "pagedkv._layers",
     "pagedkv._picture",
     "pagedkv._pool",
+    "pagedkv._prefix",
+    "pagedkv._stats",
+    "pagedkv.viz",
     "pagedkv.cache",
     "pagedkv.integrations.transformers",
     "pagedkv.ops",

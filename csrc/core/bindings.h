@@ -9,14 +9,20 @@
 #include <string>
 #include <vector>
 
+#include "core/prefix_cache.h"
+
 namespace pagedkv {
 
 // Integers of any kind: a numpy array of any integer dtype, or any sequence of Python or numpy integers. Else
 // TypeError.
 std::vector<int64_t> to_ints(const pybind11::object& object, const std::string& name);
 
+// A key or root from its 32 bytes, else ValueError.
+BlockKey key_from_bytes(const pybind11::bytes& bytes);
+
 void bind_block_allocator(pybind11::module_& module);
 void bind_block_table(pybind11::module_& module);
 void bind_sequences(pybind11::module_& module);
+void bind_prefix_cache(pybind11::module_& module);
 
 }  // namespace pagedkv

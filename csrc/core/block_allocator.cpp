@@ -29,6 +29,7 @@ std::vector<int32_t> BlockAllocator::free_blocks() const {
   for (int64_t block = num_touched(); block < num_blocks_; ++block) {
     blocks.push_back(static_cast<int32_t>(block));
   }
+  for (int32_t block = oldest_; block != NO_BLOCK; block = neighbours_[block].newer) blocks.push_back(block);
   return blocks;
 }
 
@@ -50,18 +51,25 @@ void BlockAllocator::require_free(int64_t count) const {
   throw OutOfMemory(message);
 }
 
+void BlockAllocator::hand_out(int32_t block) noexcept {
+  states_[block].owners = 1;
+  ++states_[block].version;
+}
+
 int32_t BlockAllocator::allocate() {
   require_free(1);
   int32_t block;
-  if (free_stack_.empty()) {
+  if (!free_stack_.empty()) {
+    block = free_stack_.back();
+    free_stack_.pop_back();
+  } else if (num_touched() < num_blocks_) {
     block = static_cast<int32_t>(states_.size());
     if (free_stack_.capacity() <= states_.size()) free_stack_.reserve(2 * states_.size() + 64);
     states_.emplace_back();
   } else {
-    block = free_stack_.back();
-    free_stack_.pop_back();
+    block = evict_oldest();
   }
-  states_[block].owners = 1;
+  hand_out(block);
   peak_used_ = std::max(peak_used_, num_used_blocks());
   return block;
 }
@@ -79,7 +87,8 @@ void BlockAllocator::append_blocks(int64_t count, std::vector<int32_t>& blocks) 
   require_free(count);
   const size_t old_size = blocks.size();
   const size_t num_reused = std::min<size_t>(count, free_stack_.size());
-  const size_t num_touched = states_.size() + (count - num_reused);
+  const size_t num_fresh = std::min<size_t>(count - num_reused, num_blocks_ - states_.size());
+  const size_t num_touched = states_.size() + num_fresh;
   // All memory is taken first, so that a std::bad_alloc leaves the pool as it was.
   if (free_stack_.capacity() < num_touched) {
     free_stack_.reserve(std::max(num_touched, 2 * free_stack_.capacity()));
@@ -96,8 +105,9 @@ void BlockAllocator::append_blocks(int64_t count, std::vector<int32_t>& blocks) 
   int32_t* next = blocks.data() + old_size;
   next = std::copy(free_stack_.rbegin(), free_stack_.rbegin() + num_reused, next);
   free_stack_.resize(free_stack_.size() - num_reused);
-  while (next != blocks.data() + blocks.size()) *next++ = fresh++;
-  for (size_t i = old_size; i < blocks.size(); ++i) states_[blocks[i]].owners = 1;
+  for (size_t i = 0; i < num_fresh; ++i) *next++ = fresh++;
+  while (next != blocks.data() + blocks.size()) *next++ = evict_oldest();
+  for (size_t i = old_size; i < blocks.size(); ++i) hand_out(blocks[i]);
   peak_used_ = std::max(peak_used_, num_used_blocks());
 }
 
@@ -142,12 +152,73 @@ void BlockAllocator::incr_ref(int64_t block) {
   ++states_[block].owners;
 }
 
+void BlockAllocator::acquire(int32_t block) noexcept {
+  if (!is_used(block)) {
+    unlink(block);
+    states_[block].owners = 1;
+    peak_used_ = std::max(peak_used_, num_used_blocks());
+  } else {
+    ++states_[block].owners;
+  }
+}
+
 void BlockAllocator::release(int32_t block) noexcept {
   BlockState& state = states_[block];
   if (--state.owners > 0) return;
   // A copy into a block that nobody owns any more is void.
   if (state.copy_source != NO_BLOCK) take_copy(block);
-  if (state.holds == 0) free_stack_.push_back(block);
+  if (state.holds == 0) recycle(block);
+}
+
+void BlockAllocator::unhold(int32_t block) noexcept {
+  BlockState& state = states_[block];
+  if (--state.holds == 0 && state.owners == 0) recycle(block);
+}
+
+void BlockAllocator::recycle(int32_t block) noexcept {
+  if (!states_[block].cached) {
+    free_stack_.push_back(block);
+    return;
+  }
+  neighbours_[block] = {.older = newest_};
+  (newest_ == NO_BLOCK ? oldest_ : neighbours_[newest_].newer) = block;
+  newest_ = block;
+  ++num_waiting_;
+}
+
+void BlockAllocator::unlink(int32_t block) noexcept {
+  const auto [older, newer] = neighbours_[block];
+  (older == NO_BLOCK ? oldest_ : neighbours_[older].newer) = newer;
+  (newer == NO_BLOCK ? newest_ : neighbours_[newer].older) = older;
+  --num_waiting_;
+}
+
+void BlockAllocator::uncache(int32_t block) noexcept {
+  states_[block].cached = false;
+  on_uncached_(block);
+}
+
+int32_t BlockAllocator::evict_oldest() noexcept {
+  const int32_t block = oldest_;
+  unlink(block);
+  uncache(block);
+  ++num_evictions_;
+  return block;
+}
+
+void BlockAllocator::mark_cached(int32_t block) {
+  if (neighbours_.size() <= static_cast<size_t>(block)) neighbours_.resize(states_.size());
+  states_[block].cached = true;
+}
+
+int64_t BlockAllocator::evict(int64_t count) {
+  if (count < 0) {
+    throw std::invalid_argument("the number of blocks to evict must not be negative, got " +
+                                std::to_string(count));
+  }
+  count = std::min(count, num_waiting_);
+  for (int64_t i = 0; i < count; ++i) free_stack_.push_back(evict_oldest());
+  return count;
 }
 
 int32_t BlockAllocator::copy_on_write(int32_t block) {
@@ -165,9 +236,25 @@ int32_t BlockAllocator::copy_on_write(int32_t block) {
 
 CopyPair BlockAllocator::take_copy(int32_t destination) {
   const int32_t source = std::exchange(states_[destination].copy_source, NO_BLOCK);
-  BlockState& state = states_[source];
-  if (--state.holds == 0 && state.owners == 0) free_stack_.push_back(source);
+  unhold(source);
   return {source, destination};
+}
+
+void BlockAllocator::check_waiting(std::vector<bool>& is_free) const {
+  int64_t num_waiting = 0;
+  int32_t older = NO_BLOCK;
+  for (int32_t block = oldest_; block != NO_BLOCK; block = neighbours_[block].newer) {
+    const std::string name = "block " + std::to_string(block);
+    require(block >= 0 && block < num_touched(), name + " in the cached list was never handed out");
+    require(!is_free[block], name + " waits to be reused twice");
+    require(states_[block].cached, name + " is in the cached list, but not cached");
+    require(neighbours_[block].older == older,
+            name + " does not know the block before it in the cached list");
+    is_free[block] = true;
+    older = block;
+    ++num_waiting;
+  }
+  require(newest_ == older && num_waiting == num_waiting_, "the cached list does not end where it should");
 }
 
 void BlockAllocator::check_integrity() const {
@@ -180,8 +267,10 @@ void BlockAllocator::check_integrity() const {
     const std::string name = "block " + std::to_string(block);
     require(block >= 0 && block < num_touched(), name + " in the free list was never handed out");
     require(!is_free[block], name + " is in the free list twice");
+    require(!states_[block].cached, name + " is in the free list, but cached");
     is_free[block] = true;
   }
+  check_waiting(is_free);
   std::vector<int32_t> holds(states_.size(), 0);
   for (size_t block = 0; block < states_.size(); ++block) {
     const int32_t source = states_[block].copy_source;
@@ -195,7 +284,7 @@ void BlockAllocator::check_integrity() const {
   for (size_t block = 0; block < states_.size(); ++block) {
     const std::string name = "block " + std::to_string(block);
     require(states_[block].owners >= 0, name + " has a negative count");
-    require(states_[block].holds == holds[block], name + " is not held by as many pending copies as read it");
+    require(states_[block].holds >= holds[block], name + " is not held by every pending copy that reads it");
     const bool unreferenced = states_[block].owners == 0 && states_[block].holds == 0;
     require(is_free[block] == unreferenced, name + " is free and referenced, or neither");
   }

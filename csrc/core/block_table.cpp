@@ -25,7 +25,8 @@ std::shared_ptr<BlockAllocator> allocator_or_private(std::optional<int64_t> bloc
 }  // namespace
 
 BlockTable::BlockTable(std::optional<int64_t> block_size, std::shared_ptr<BlockAllocator> allocator)
-    : allocator_(allocator_or_private(block_size, std::move(allocator))) {}
+    : allocator_(allocator_or_private(block_size, std::move(allocator))),
+      revision_(allocator_->new_revision()) {}
 
 BlockTable::~BlockTable() {
   if (blocks_.empty()) return;  // a table that was moved from has no allocator either
@@ -41,19 +42,11 @@ int32_t BlockTable::physical_block(int64_t logical_block) const {
     throw std::out_of_range("logical block " + std::to_string(logical_block) +
                             " is not mapped: the table has " + std::to_string(num_blocks()) + " blocks");
   }
-  return blocks_[logical_block];
-}
-
-int64_t BlockTable::num_new_blocks(int64_t num_new_tokens) const {
-  if (num_new_tokens > std::numeric_limits<int64_t>::max() - num_tokens_) {
-    throw OutOfMemory("No free blocks available: a table cannot hold 2**63 tokens");
+  if (blocks_[logical_block] == NO_BLOCK) {
+    throw std::out_of_range("logical block " + std::to_string(logical_block) +
+                            " is not mapped: it lies behind the sliding window");
   }
-  return blocks_for(num_tokens_ + num_new_tokens, block_size()) - num_blocks();
-}
-
-int32_t BlockTable::shared_tail() const {
-  const bool partial = num_tokens_ % block_size() != 0;
-  return partial && allocator_->num_owners(blocks_.back()) > 1 ? blocks_.back() : NO_BLOCK;
+  return blocks_[logical_block];
 }
 
 void BlockTable::grow(int64_t num_new_tokens) {
@@ -61,6 +54,9 @@ void BlockTable::grow(int64_t num_new_tokens) {
     throw std::invalid_argument("num_tokens must not be negative, got " + std::to_string(num_new_tokens));
   }
   if (num_new_tokens == 0) return;
+  if (num_new_tokens > std::numeric_limits<int64_t>::max() - num_tokens_) {
+    throw OutOfMemory("No free blocks available: a table cannot hold 2**63 tokens");
+  }
   const int64_t num_new = num_new_blocks(num_new_tokens);
   const int32_t shared = shared_tail();
   const int64_t num_needed = num_new + (shared != NO_BLOCK);
@@ -74,6 +70,9 @@ void BlockTable::grow(int64_t num_new_tokens) {
     copy_destinations_.reserve(copy_destinations_.size() + 1);
     blocks_.back() = allocator_->copy_on_write(shared);
     copy_destinations_.push_back(blocks_.back());
+    revision_ = allocator_->new_revision();
+  } else if (num_slack() > 0) {
+    allocator_->begin_write(blocks_.back());
   }
   if (num_new > 0) allocator_->append_blocks(num_new, blocks_);
   num_tokens_ += num_new_tokens;
@@ -85,10 +84,14 @@ void BlockTable::write_slots(int64_t begin, int64_t end, int64_t* slots) const {
                             " were asked for, but the table has room for tokens 0 to " +
                             std::to_string(num_tokens_) + " only");
   }
+  if (begin == end) return;
   const int64_t size = block_size();
-  for (int64_t token = begin; token < end;) {
-    const int64_t offset = token % size;
-    const int64_t first_slot = blocks_[token / size] * size + offset;
+  // Mostly the token is in the last block, and there is nothing to divide.
+  const int64_t last_block = num_blocks() - 1;
+  int64_t block_idx = begin >= last_block * size ? last_block : begin / size;
+  for (int64_t token = begin; token < end; ++block_idx) {
+    const int64_t offset = token - block_idx * size;
+    const int64_t first_slot = blocks_[block_idx] * size + offset;
     const int64_t count = std::min(size - offset, end - token);
     for (int64_t i = 0; i < count; ++i) slots[i] = first_slot + i;
     slots += count;
@@ -100,10 +103,11 @@ BlockTable BlockTable::fork() const {
   BlockTable child(std::nullopt, allocator_);
   child.blocks_.reserve(blocks_.size());
   for (const int32_t block : blocks_) {
-    allocator_->incr_ref(block);
+    if (block != NO_BLOCK) allocator_->incr_ref(block);
     child.blocks_.push_back(block);  // one by one, so that `child` gives back exactly what it took
   }
   child.num_tokens_ = num_tokens_;
+  child.num_released_ = num_released_;
   child.copy_destinations_ = copy_destinations_;
   return child;
 }
@@ -117,6 +121,34 @@ std::vector<CopyPair> BlockTable::take_pending_copies() {
   return pairs;
 }
 
+void BlockTable::adopt(std::span<const int32_t> blocks, int64_t num_tokens) {
+  blocks_.assign(blocks.begin(), blocks.end());
+  revision_ = allocator_->new_revision();
+  num_tokens_ = num_tokens;
+  while (num_released_ < num_blocks() && blocks_[num_released_] == NO_BLOCK) ++num_released_;
+  for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->acquire(blocks_[i]);
+}
+
+void BlockTable::replace(int64_t logical_block, int32_t block) noexcept {
+  allocator_->acquire(block);
+  revision_ = allocator_->new_revision();
+  const int32_t old = std::exchange(blocks_[logical_block], block);
+  allocator_->release(old);
+  std::erase(copy_destinations_, old);
+}
+
+void BlockTable::release_blocks(int64_t end) noexcept {
+  end = std::min(end, num_blocks());
+  revision_ = allocator_->new_revision();
+  // Like truncate, the later block goes back before the earlier one.
+  for (int64_t i = end - 1; i >= num_released_; --i) {
+    const int32_t block = std::exchange(blocks_[i], NO_BLOCK);
+    allocator_->release(block);
+    std::erase(copy_destinations_, block);
+  }
+  num_released_ = end;
+}
+
 void BlockTable::truncate(int64_t num_tokens) {
   if (num_tokens < 0 || num_tokens > num_tokens_) {
     throw std::invalid_argument("num_tokens must be 0 to " + std::to_string(num_tokens_) +
@@ -125,10 +157,15 @@ void BlockTable::truncate(int64_t num_tokens) {
   const int64_t num_kept = blocks_for(num_tokens, block_size());
   if (num_kept < num_blocks()) {
     // The tail goes back first and the head last, so that the next table gets them in order again.
-    const std::vector<int64_t> dropped(blocks_.rbegin(), blocks_.rend() - num_kept);
+    const int64_t num_owned = std::max(num_kept, num_released_);
+    const std::vector<int64_t> dropped(blocks_.rbegin(), blocks_.rend() - num_owned);
     allocator_->free_many(dropped);
-    for (const int64_t block : dropped) std::erase(copy_destinations_, static_cast<int32_t>(block));
+    if (!copy_destinations_.empty()) {
+      for (const int64_t block : dropped) std::erase(copy_destinations_, static_cast<int32_t>(block));
+    }
     blocks_.resize(num_kept);
+    revision_ = allocator_->new_revision();
+    num_released_ = std::min(num_released_, num_kept);
   }
   num_tokens_ = num_tokens;
 }

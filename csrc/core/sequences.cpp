@@ -1,8 +1,10 @@
 #include "core/sequences.h"
 
 #include <algorithm>
-#include <limits>
 #include <string>
+#include <utility>
+
+#include "core/sequence_checks.h"
 
 namespace pagedkv {
 
@@ -12,36 +14,22 @@ constexpr int SLOT_BITS = 32;
 constexpr int64_t SLOT_MASK = (int64_t{1} << SLOT_BITS) - 1;
 constexpr int64_t MAX_GENERATION = (int64_t{1} << 31) - 1;
 
-// The arrays of a batch are int32, except slot_mapping.
-constexpr int64_t MAX_TOKENS = std::numeric_limits<int32_t>::max();
-
-std::string entry(const char* list, size_t index) {
-  return std::string(list) + "[" + std::to_string(index) + "]";
-}
-
-void require_same_length(size_t num_ids, size_t num_counts, const char* counts) {
-  if (num_ids == num_counts) return;
-  throw std::invalid_argument(std::string(counts) + " has " + std::to_string(num_counts) + " entries for " +
-                              std::to_string(num_ids) + " sequences");
-}
-
-void require_count(int64_t count, const std::string& name) {
-  if (count < 0) throw std::invalid_argument(name + " must not be negative, got " + std::to_string(count));
-}
-
-void require_sum(int64_t num_tokens, int64_t count) {
-  if (count <= std::numeric_limits<int64_t>::max() - num_tokens) return;
-  throw std::invalid_argument("a sequence cannot have 2**63 tokens");
-}
-
 void require(bool holds, const char* invariant) {
   if (!holds) throw std::logic_error(std::string("Sequences is corrupt: ") + invariant);
 }
 
 }  // namespace
 
-Sequences::Sequences(int64_t num_blocks, int64_t block_size)
-    : allocator_(std::make_shared<BlockAllocator>(num_blocks, block_size)) {}
+Sequences::Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows,
+                     int64_t num_host_blocks)
+    : allocator_(std::make_shared<BlockAllocator>(num_blocks, block_size)),
+      windows_(std::move(windows)),
+      prefix_cache_(allocator_) {
+  require_count(num_host_blocks, "num_host_blocks");
+  if (num_host_blocks > 0) host_allocator_ = std::make_shared<BlockAllocator>(num_host_blocks, block_size);
+  if (windows_.empty()) throw std::invalid_argument("windows must have an entry for each group of layers");
+  for (size_t group = 0; group < windows_.size(); ++group) require_count(windows_[group], "windows", group);
+}
 
 Sequences::Sequence* Sequences::find(Id id) const {
   const size_t index = id & SLOT_MASK;
@@ -61,6 +49,10 @@ Sequences::Sequence& Sequences::closed(Id id, const char* verb) const {
     throw std::invalid_argument(std::string("cannot ") + verb +
                                 " a sequence of an open batch: commit or abandon the batch first");
   }
+  if (sequence.swapped_out) {
+    throw std::invalid_argument(std::string("cannot ") + verb +
+                                " a sequence that is swapped out: swap it in first");
+  }
   return sequence;
 }
 
@@ -78,11 +70,13 @@ Sequences::Id Sequences::insert(Sequence sequence) {
   return index | slots_[index].generation << SLOT_BITS;
 }
 
-Sequences::Id Sequences::add(std::vector<int64_t> token_ids, int64_t num_tokens) {
+Sequences::Id Sequences::add(std::vector<int64_t> token_ids, int64_t num_tokens,
+                             const std::optional<BlockKey>& root) {
   require_count(num_tokens, "num_tokens");
-  return insert({.table = BlockTable(std::nullopt, allocator_),
-                 .token_ids = std::move(token_ids),
-                 .num_tokens = num_tokens});
+  Sequence sequence{.token_ids = std::move(token_ids), .num_tokens = num_tokens, .root = root};
+  sequence.tables = empty_tables(allocator_);
+  if (root) adopt_prefix(sequence);
+  return insert(std::move(sequence));
 }
 
 void Sequences::append(Id id, std::span<const int64_t> token_ids) {
@@ -103,12 +97,58 @@ void Sequences::append(Id id, int64_t num_tokens) {
   sequence.num_tokens += num_tokens;
 }
 
-Sequences::Id Sequences::fork(Id id) {
-  const Sequence& parent = closed(id, "fork");
-  return insert({.table = parent.table.fork(),
-                 .token_ids = parent.token_ids,
+void Sequences::append_each(std::span<const Id> ids, std::span<const int64_t> token_ids) {
+  if (!token_ids.empty()) require_same_length(ids.size(), token_ids.size(), "token_ids");
+  for (const Id id : ids) require_sum(at(id).num_tokens, 1);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (token_ids.empty()) {
+      append(ids[i], 1);
+    } else {
+      append(ids[i], token_ids.subspan(i, 1));
+    }
+  }
+}
+
+std::vector<BlockTable> Sequences::empty_tables(const std::shared_ptr<BlockAllocator>& allocator) const {
+  std::vector<BlockTable> tables;
+  tables.reserve(windows_.size());
+  for (size_t group = 0; group < windows_.size(); ++group) tables.emplace_back(std::nullopt, allocator);
+  return tables;
+}
+
+Sequences::Sequence Sequences::fork_of(const Sequence& parent) const {
+  Sequence child{.token_ids = parent.token_ids,
                  .num_tokens = parent.num_tokens,
-                 .num_computed_tokens = parent.num_computed_tokens});
+                 .num_computed_tokens = parent.num_computed_tokens,
+                 .num_cached_tokens = parent.num_cached_tokens,
+                 .root = parent.root,
+                 .key = parent.key,
+                 .num_keyed_blocks = parent.num_keyed_blocks};
+  child.tables.reserve(parent.tables.size());
+  for (const BlockTable& table : parent.tables) child.tables.push_back(table.fork());
+  return child;
+}
+
+Sequences::Id Sequences::fork(Id id) { return insert(fork_of(closed(id, "fork"))); }
+
+void Sequences::reorder(std::span<const Id> ids, std::span<const int64_t> parents) {
+  require_same_length(ids.size(), parents.size(), "parents");
+  distinct_members(ids);
+  for (size_t i = 0; i < ids.size(); ++i) {
+    closed(ids[i], "reorder");
+    if (parents[i] < 0 || parents[i] >= static_cast<int64_t>(ids.size())) {
+      throw std::invalid_argument(entry("parents", i) + " is " + std::to_string(parents[i]) +
+                                  ", but must be an index of sequences, 0 to " +
+                                  std::to_string(static_cast<int64_t>(ids.size()) - 1));
+    }
+  }
+  // All forks are made before the first sequence is replaced, which is a parent perhaps.
+  std::vector<std::pair<Id, std::unique_ptr<Sequence>>> replacements;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    if (parents[i] == static_cast<int64_t>(i)) continue;
+    replacements.emplace_back(ids[i], std::make_unique<Sequence>(fork_of(at(ids[parents[i]]))));
+  }
+  for (auto& [id, sequence] : replacements) slots_[id & SLOT_MASK].sequence = std::move(sequence);
 }
 
 void Sequences::truncate(Id id, int64_t num_tokens) {
@@ -118,8 +158,14 @@ void Sequences::truncate(Id id, int64_t num_tokens) {
                                 " to truncate, got " + std::to_string(num_tokens));
   }
   if (num_tokens < sequence.num_computed_tokens) {
-    sequence.table.truncate(num_tokens);
-    sequence.num_computed_tokens = num_tokens;
+    int64_t num_computed = num_tokens;
+    for (int64_t group = 0; group < num_groups(); ++group) {
+      const int64_t num_lost = sequence.tables[group].num_released() * allocator_->block_size();
+      if (first_visible(group, num_tokens) < num_lost) num_computed = 0;
+    }
+    forget_keys_after(sequence, num_computed / allocator_->block_size());
+    for (BlockTable& table : sequence.tables) table.truncate(num_computed);
+    sequence.num_computed_tokens = num_computed;
   }
   if (num_tokens < static_cast<int64_t>(sequence.token_ids.size())) sequence.token_ids.resize(num_tokens);
   sequence.num_tokens = num_tokens;
@@ -137,193 +183,96 @@ int64_t Sequences::free(Id id) {
   return batch_id;
 }
 
-std::vector<Sequences::Member> Sequences::distinct_members(std::span<const Id> ids) {
-  ++num_visits_;
-  std::vector<Member> members;
-  members.reserve(ids.size());
-  for (size_t i = 0; i < ids.size(); ++i) {
-    Sequence* sequence = find(ids[i]);
-    if (sequence == nullptr) throw std::invalid_argument(entry("sequences", i) + " was freed");
-    if (sequence->last_visit == num_visits_) {
-      throw std::invalid_argument(entry("sequences", i) + " is listed twice");
-    }
-    sequence->last_visit = num_visits_;
-    members.push_back({sequence, sequence->num_tokens - sequence->table.num_tokens()});
-  }
-  return members;
-}
-
-int64_t Sequences::blocks_needed(std::span<const Member> members) const {
-  int64_t num_needed = 0;
-  // Of all owners of a tail that are written here, each copies it while others are left, in the order of the
-  // batch.
-  std::unordered_map<int32_t, int32_t> tail_writers;
-  for (const auto& [sequence, num_new_tokens] : members) {
-    if (num_new_tokens == 0) continue;
-    const int64_t num_new_blocks = sequence->table.num_new_blocks(num_new_tokens);
-    // Beyond the pool is beyond the pool: a sum of large counts must not wrap around.
-    num_needed += std::min(num_new_blocks, BlockAllocator::MAX_BLOCKS);
-    const int32_t tail = sequence->table.shared_tail();
-    if (tail != NO_BLOCK && ++tail_writers[tail] < allocator_->num_owners(tail)) ++num_needed;
-  }
-  return num_needed;
-}
-
-void Sequences::check_members(std::span<const Member> members, std::span<const int64_t> query_lens) const {
-  int64_t num_query_tokens = 0;
-  for (size_t i = 0; i < members.size(); ++i) {
-    const Sequence& sequence = *members[i].sequence;
-    if (sequence.open_batch != NO_BATCH) {
-      throw std::invalid_argument(entry("sequences", i) +
-                                  " is in a batch that was neither committed nor abandoned: do either first");
-    }
-    const int64_t query_len = query_lens.empty() ? members[i].num_new_tokens : query_lens[i];
-    const int64_t num_uncomputed = sequence.num_tokens - sequence.num_computed_tokens;
-    if (query_len < 0 || query_len > num_uncomputed) {
-      throw std::invalid_argument(entry("query_lens", i) + " is " + std::to_string(query_len) +
-                                  ", but the sequence has " + std::to_string(num_uncomputed) +
-                                  " uncomputed tokens (" + std::to_string(sequence.num_tokens) + " known, " +
-                                  std::to_string(sequence.num_computed_tokens) + " computed)");
-    }
-    if (query_len > MAX_TOKENS - sequence.num_computed_tokens) {
-      throw std::invalid_argument(entry("sequences", i) + " would have more than 2**31 - 1 computed tokens");
-    }
-    num_query_tokens += query_len;
-    if (num_query_tokens > MAX_TOKENS) {
-      throw std::invalid_argument("a batch can compute at most 2**31 - 1 tokens, this one has more");
-    }
-  }
-}
-
-BatchShape Sequences::open_batch(std::span<const Id> ids,
-                                 std::optional<std::span<const int64_t>> query_lens) {
-  if (query_lens) require_same_length(ids.size(), query_lens->size(), "query_lens");
-  std::vector<Member> members = distinct_members(ids);
-  check_members(members, query_lens.value_or(std::span<const int64_t>()));
-  if (query_lens) {
-    for (size_t i = 0; i < members.size(); ++i) members[i].num_new_tokens = (*query_lens)[i];
-  }
-  if (const int64_t num_needed = blocks_needed(members); num_needed > allocator_->num_free_blocks()) {
-    throw OutOfMemory("No free blocks available: the batch needs " + std::to_string(num_needed) + ", " +
-                      std::to_string(allocator_->num_free_blocks()) + " of " +
-                      std::to_string(allocator_->num_blocks()) + " are free");
-  }
-
-  BatchShape shape{.batch_id = next_batch_id_++, .num_seqs = static_cast<int64_t>(ids.size())};
-  OpenBatch& batch = open_batches_[shape.batch_id];
-  batch.ids.assign(ids.begin(), ids.end());
-  batch.query_lens.reserve(ids.size());
-  for (const auto& [sequence, query_len] : members) {
-    sequence->table.grow(query_len);
-    sequence->open_batch = shape.batch_id;
-    batch.query_lens.push_back(query_len);
-    shape.max_blocks = std::max(shape.max_blocks, sequence->table.num_blocks());
-    shape.num_tokens += query_len;
-    shape.max_query_len = std::max(shape.max_query_len, query_len);
-  }
-  return shape;
-}
-
-void Sequences::fill_batch(const BatchShape& shape, int32_t* block_tables, int32_t* context_lens,
-                           int32_t* query_start_loc, int64_t* slot_mapping) const {
-  const OpenBatch& batch = open_batches_.at(shape.batch_id);
-  int64_t num_query_tokens = 0;
-  query_start_loc[0] = 0;
-  for (size_t seq_idx = 0; seq_idx < batch.ids.size(); ++seq_idx) {
-    const BlockTable& table = at(batch.ids[seq_idx]).table;
-    const int64_t query_len = batch.query_lens[seq_idx];
-    int32_t* row = block_tables + seq_idx * shape.max_blocks;
-    std::fill(std::copy(table.blocks().begin(), table.blocks().end(), row), row + shape.max_blocks, NO_BLOCK);
-    context_lens[seq_idx] = static_cast<int32_t>(table.num_tokens());
-    table.write_slots(table.num_tokens() - query_len, table.num_tokens(), slot_mapping + num_query_tokens);
-    num_query_tokens += query_len;
-    query_start_loc[seq_idx + 1] = static_cast<int32_t>(num_query_tokens);
-  }
-}
-
-std::vector<CopyPair> Sequences::take_pending_copies(int64_t batch_id) {
-  std::vector<CopyPair> pairs;
-  for (const Id id : open_batches_.at(batch_id).ids) {
-    const std::vector<CopyPair> taken = at(id).table.take_pending_copies();
-    pairs.insert(pairs.end(), taken.begin(), taken.end());
-  }
-  return pairs;
-}
-
-void Sequences::commit(int64_t batch_id) {
-  const auto batch = open_batches_.find(batch_id);
-  if (batch == open_batches_.end()) throw std::invalid_argument("the batch is not open");
-  if (batch->second.stale) {
-    throw std::invalid_argument("a sequence of the batch was freed: abandon the batch");
-  }
-  for (const Id id : batch->second.ids) {
-    Sequence& sequence = at(id);
-    sequence.num_computed_tokens = sequence.table.num_tokens();
-    sequence.open_batch = NO_BATCH;
-  }
-  open_batches_.erase(batch);
-}
-
-void Sequences::abandon(int64_t batch_id) {
-  const auto batch = open_batches_.find(batch_id);
-  if (batch == open_batches_.end()) throw std::invalid_argument("the batch is not open");
-  for (const Id id : batch->second.ids) {
-    Sequence* sequence = find(id);
-    if (sequence == nullptr) continue;  // freed since
-    sequence->table.truncate(sequence->num_computed_tokens);
-    sequence->open_batch = NO_BATCH;
-  }
-  open_batches_.erase(batch);
-}
-
-bool Sequences::can_append(std::span<const Id> ids, std::span<const int64_t> counts) {
-  require_same_length(ids.size(), counts.size(), "counts");
-  std::vector<Member> members = distinct_members(ids);
-  for (size_t i = 0; i < members.size(); ++i) {
-    require_count(counts[i], entry("counts", i));
-    require_sum(members[i].sequence->num_tokens, counts[i]);
-    members[i].num_new_tokens += counts[i];
-  }
-  return blocks_needed(members) <= allocator_->num_free_blocks();
+int64_t Sequences::first_visible(int64_t group, int64_t query) const {
+  const int64_t window = windows_[group];
+  return window == NO_WINDOW ? 0 : std::max<int64_t>(0, query - window + 1);
 }
 
 PoolUsage Sequences::usage() const {
-  const int64_t num_blocks = allocator_->num_blocks();
+  const int64_t num_blocks = allocator_->num_blocks(), block_size = allocator_->block_size();
   PoolUsage usage{.owners = std::vector<int32_t>(num_blocks, 0),
                   .filled = std::vector<int64_t>(num_blocks, 0),
-                  .label = std::vector<int32_t>(num_blocks, -1)};
+                  .label = std::vector<int32_t>(num_blocks, -1),
+                  .cached = std::vector<uint8_t>(num_blocks, 0)};
+  for (int64_t block = 0; block < allocator_->num_touched_blocks(); ++block) {
+    usage.cached[block] = allocator_->is_cached(static_cast<int32_t>(block));
+  }
   for (size_t slot_idx = 0; slot_idx < slots_.size(); ++slot_idx) {
     if (!slots_[slot_idx].sequence) continue;
-    const BlockTable& table = slots_[slot_idx].sequence->table;
-    int64_t num_tokens_left = table.num_tokens();
-    for (const int32_t block : table.blocks()) {
-      // A block that is the tail of one sequence may be full in another.
-      usage.filled[block] = std::max(usage.filled[block], std::min(num_tokens_left, table.block_size()));
-      if (usage.owners[block]++ == 0) usage.label[block] = static_cast<int32_t>(slot_idx);
-      num_tokens_left -= table.block_size();
+    for (const BlockTable& table : slots_[slot_idx].sequence->tables) {
+      int64_t num_tokens_left = table.num_tokens();
+      for (const int32_t block : table.blocks()) {
+        if (block != NO_BLOCK) {
+          // A block that is the tail of one sequence may be full in another.
+          usage.filled[block] = std::max(usage.filled[block], std::min(num_tokens_left, block_size));
+          if (usage.owners[block]++ == 0) usage.label[block] = static_cast<int32_t>(slot_idx);
+        }
+        num_tokens_left -= block_size;
+      }
     }
   }
   return usage;
 }
 
+void Sequences::check_sequence(const Sequence& sequence) const {
+  const std::vector<BlockTable>& tables = sequence.swapped_out ? sequence.host_tables : sequence.tables;
+  const int64_t block_size = allocator_->block_size(), num_slots = tables[0].num_tokens();
+  require(sequence.num_computed_tokens <= num_slots && num_slots <= sequence.num_tokens,
+          "more tokens are computed than have slots, or more have slots than are known");
+  require(static_cast<int64_t>(sequence.token_ids.size()) <= sequence.num_tokens, "more ids than tokens");
+  const bool open = open_batches_.contains(sequence.open_batch);
+  require(open == (sequence.open_batch != NO_BATCH), "a sequence is in a batch that does not exist");
+  require(open || num_slots == sequence.num_computed_tokens,
+          "tokens outside a batch have slots but no values");
+  for (int64_t group = 0; group < num_groups(); ++group) {
+    const BlockTable& table = tables[group];
+    require(table.num_tokens() == num_slots, "the tables of a sequence differ in tokens");
+    require(table.num_blocks() == blocks_for(num_slots, block_size), "a table has spare blocks");
+    for (int64_t i = 0; i < table.num_blocks(); ++i) {
+      require((table.blocks()[i] == NO_BLOCK) == (i < table.num_released()), "a table has a hole");
+    }
+    require(table.num_released() * block_size <= first_visible(group, sequence.num_computed_tokens),
+            "a window lacks a block");
+  }
+  if (!sequence.root || sequence.swapped_out) return;
+  BlockKey key = *sequence.root;
+  const std::span<const int64_t> token_ids(sequence.token_ids);
+  require(sequence.num_keyed_blocks * block_size <= sequence.num_computed_tokens,
+          "a block is keyed too early");
+  for (int64_t i = 0; i < sequence.num_keyed_blocks; ++i) {
+    key = extend_key(key, token_ids.subspan(i * block_size, block_size));
+    for (int64_t group = 0; group < num_groups(); ++group) {
+      const int32_t block = sequence.tables[group].blocks()[i];
+      require(block == NO_BLOCK || prefix_cache_.find(key, static_cast<int32_t>(group)) == block,
+              "a sequence's full block is not the one that its tokens lead to");
+    }
+  }
+  require(key == sequence.key, "a sequence has the key of other tokens");
+}
+
 void Sequences::check_integrity() const {
   allocator_->check_integrity();
+  prefix_cache_.check_integrity();
   const PoolUsage pool = usage();
-  const std::vector<int32_t> ref_counts = allocator_->block_ref_counts();
-  require(pool.owners == ref_counts, "a block is not owned by as many sequences as map it");
+  for (int64_t block = 0; block < allocator_->num_touched_blocks(); ++block) {
+    require(pool.owners[block] == allocator_->num_owners(static_cast<int32_t>(block)),
+            "a block is not owned by as many sequences as map it");
+  }
+  for (const Slot& slot : slots_) {
+    if (slot.sequence) check_sequence(*slot.sequence);
+  }
+  if (!host_allocator_) return;
+  host_allocator_->check_integrity();
+  std::vector<int32_t> owners(host_allocator_->num_blocks(), 0);
   for (const Slot& slot : slots_) {
     if (!slot.sequence) continue;
-    const Sequence& sequence = *slot.sequence;
-    const int64_t num_slots = sequence.table.num_tokens();
-    require(sequence.table.num_blocks() == blocks_for(num_slots, allocator_->block_size()),
-            "a table has spare blocks");
-    require(sequence.num_computed_tokens <= num_slots && num_slots <= sequence.num_tokens,
-            "more tokens are computed than have slots, or more have slots than are known");
-    require(static_cast<int64_t>(sequence.token_ids.size()) <= sequence.num_tokens, "more ids than tokens");
-    const bool open = open_batches_.contains(sequence.open_batch);
-    require(open == (sequence.open_batch != NO_BATCH), "a sequence is in a batch that does not exist");
-    require(open || num_slots == sequence.num_computed_tokens,
-            "tokens outside a batch have slots but no values");
+    for (const BlockTable& table : slot.sequence->host_tables) {
+      for (const int32_t block : table.blocks()) owners[block == NO_BLOCK ? 0 : block] += block != NO_BLOCK;
+    }
+  }
+  for (int64_t block = 0; block < host_allocator_->num_touched_blocks(); ++block) {
+    require(owners[block] == host_allocator_->num_owners(static_cast<int32_t>(block)),
+            "a host block is not owned by as many sequences as map it");
   }
 }
 

@@ -27,7 +27,16 @@ void a_batch_as_arrays() {
   CHECK(shape.num_seqs == 3 && shape.max_blocks == 2 && shape.num_tokens == 6 && shape.max_query_len == 5);
   Ids block_tables(6), context_lens(3), query_start_loc(4);
   Longs slots(6);
-  sequences.fill_batch(shape, block_tables.data(), context_lens.data(), query_start_loc.data(), slots.data());
+  BatchArrays arrays{.num_groups = 1,
+                     .max_seqs = 3,
+                     .max_blocks = 2,
+                     .max_tokens = 6,
+                     .block_tables = block_tables.data(),
+                     .context_lens = context_lens.data(),
+                     .query_start_loc = query_start_loc.data(),
+                     .slot_mapping = slots.data(),
+                     .rows = std::vector<BatchArrays::Row>(3)};
+  sequences.fill_batch(shape, arrays);
   CHECK(block_tables == (Ids{0, 1, 2, -1, -1, -1}));
   CHECK(context_lens == (Ids{5, 1, 0}));
   CHECK(query_start_loc == (Ids{0, 5, 6, 6}));
@@ -111,6 +120,56 @@ void random_use_is_predicted_exactly() {
   CHECK(sequences.allocator().num_free_blocks() == 24);
 }
 
+void random_use_of_everything() {
+  // Prefixes, windows and a host pool, under constant eviction.
+  std::mt19937 random(3);
+  const BlockKey root = SHA256_INITIAL_STATE;
+  Sequences sequences(24, 2, {Sequences::NO_WINDOW, 3}, 12);
+  Longs live;
+  const auto some_tokens = [&] {
+    Longs tokens(random() % 9);
+    for (int64_t& token : tokens) token = random() % 8 == 0;
+    return tokens;
+  };
+  for (int step = 0; step < 20000; ++step) {
+    const unsigned action = random() % 8;
+    if (live.empty() || (action == 0 && live.size() < 8)) {
+      Longs tokens = some_tokens();
+      const bool fits = sequences.can_allocate(tokens, root, 0);
+      const int64_t num_tokens = static_cast<int64_t>(tokens.size());
+      live.push_back(sequences.add(std::move(tokens), num_tokens, root));
+      CHECK(sequences.can_append(Longs{live.back()}, Longs{0}) == fits);
+    }
+    const size_t index = random() % live.size();
+    const int64_t id = live[index];
+    const bool away = sequences.is_swapped_out(id);
+    if (action == 1) {
+      sequences.free(id);
+      live.erase(live.begin() + index);
+    } else if (action == 2 || away) {
+      try {
+        sequences.finish_transfer((away ? sequences.swap_in(id) : sequences.swap_out(id)).transfer_id);
+      } catch (const OutOfMemory&) {
+        CHECK(sequences.is_swapped_out(id) == away);
+      }
+    } else if (action == 3) {
+      sequences.truncate(id, random() % (sequences.num_tokens(id) + 1));
+    } else if (action == 4 && live.size() < 8) {
+      live.push_back(sequences.fork(id));
+    } else if (action == 5) {
+      sequences.evict(random() % 3);
+    } else {
+      sequences.append(id, some_tokens());
+      if (sequences.can_append(Longs{id}, Longs{0})) compute_all(sequences, {id});
+    }
+    sequences.check_integrity();
+  }
+  CHECK(sequences.prefix_counts().num_hit_tokens > 1000 && sequences.allocator().num_evictions() > 1000);
+  for (const int64_t id : live) sequences.free(id);
+  CHECK(sequences.allocator().num_free_blocks() == 24);
+  CHECK(sequences.host_allocator()->num_free_blocks() == 12);
+}
+
 }  // namespace pagedkv::test
 
 int main() {
@@ -119,5 +178,6 @@ int main() {
   an_id_is_never_reused();
   all_writers_of_a_tail_in_one_batch();
   random_use_is_predicted_exactly();
+  random_use_of_everything();
   return num_failures == 0 ? 0 : 1;
 }

@@ -1,0 +1,48 @@
+"""Tensors that batches are written to, one after the other: see `PagedKVCache.make_buffers`."""
+
+from __future__ import annotations
+
+import torch
+
+from pagedkv import _core
+
+
+class BatchBuffers:
+    """Where `PagedKVCache.batch` writes a batch instead of making new tensors.
+
+    The addresses stay the same, as a CUDA graph needs, and only rows that have changed are written. A batch
+    is overwritten by the next one that is made with its buffers.
+
+    Attributes:
+        max_seqs: sequences that a batch can have.
+        max_tokens: query tokens of all its sequences.
+        max_blocks: blocks of a sequence.
+    """
+
+    def __init__(
+        self, num_groups: int, max_seqs: int, max_tokens: int, max_blocks: int, device: torch.device
+    ) -> None:
+        """Allocate them; on the CPU the tensors are the arrays that the C++ core writes."""
+        self.max_seqs, self.max_tokens, self.max_blocks = max_seqs, max_tokens, max_blocks
+        self._core = _core.BatchBuffers(num_groups, max_seqs, max_blocks, max_tokens)
+        self._host = [
+            torch.from_numpy(array)
+            for array in (
+                self._core.block_tables,
+                self._core.context_lens,
+                self._core.query_start_loc,
+                self._core.slot_mapping,
+            )
+        ]
+        self._on_host = device.type == "cpu"
+        self._device = self._host if self._on_host else [t.to(device) for t in self._host]
+
+    def tensors(self, num_seqs: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """The batch that was written last: block_tables, context_lens, query_start_loc, slot_mapping."""
+        sizes = ((1, num_seqs), (0, num_seqs), (0, num_seqs + 1), (1, num_tokens))
+        parts = [tensor.narrow(dim, 0, size) for tensor, (dim, size) in zip(self._device, sizes, strict=True)]
+        if not self._on_host:
+            for host, (dim, size), part in zip(self._host, sizes, parts, strict=True):
+                # torch does not hand out the pinned memory again before the copy out of it is done.
+                part.copy_(host.narrow(dim, 0, size).contiguous().pin_memory(), non_blocking=True)
+        return tuple(parts)
