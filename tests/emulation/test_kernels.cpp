@@ -1,6 +1,9 @@
 // The CUDA kernels at small shapes, for the sanitizers: the same bytes as the CPU back-end writes, under
 // several schedules. Buffers have their exact size, so that an access past any of them is a report.
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -234,6 +237,147 @@ TEST(kernel_merge_attn_states) {
                        return cudaSuccess;
                      });
   }
+}
+
+// ---- paged_attention
+// -----------------------------------------------------------------------------------------------
+
+struct AttentionShape {
+  DType query_dtype, cache_dtype;
+  int64_t head_dim, num_heads, num_kv_heads, block_size;
+  std::vector<int32_t> query_lens, context_lens;
+  int64_t split_size = 0;
+  int64_t window = NO_WINDOW;
+  bool with_options = false;  // softcap, ALiBi, sinks
+};
+
+// Owns what PagedAttentionParams points to; blocks lie backwards in the pool and the last table entry is
+// garbage.
+struct AttentionCase {
+  Bytes query, key_cache, value_cache;
+  std::vector<int32_t> block_tables, query_start_loc{0};
+  std::vector<float> slopes, sinks, scratch;
+  PagedAttentionParams params{};
+
+  explicit AttentionCase(const AttentionShape& shape) {
+    PagedAttentionParams& p = params;
+    p.query_dtype = shape.query_dtype;
+    p.cache_dtype = shape.cache_dtype;
+    p.num_seqs = static_cast<int64_t>(shape.context_lens.size());
+    p.num_heads = shape.num_heads;
+    p.num_kv_heads = shape.num_kv_heads;
+    p.head_dim = shape.head_dim;
+    p.value_head_dim = shape.head_dim;
+    p.block_size = shape.block_size;
+    for (const int32_t len : shape.context_lens) {
+      p.max_blocks_per_seq = std::max<int64_t>(p.max_blocks_per_seq, len / shape.block_size + 2);
+    }
+    for (const int32_t len : shape.query_lens) {
+      query_start_loc.push_back(query_start_loc.back() + len);
+      p.max_query_len = std::max<int64_t>(p.max_query_len, len);
+    }
+    p.num_tokens = query_start_loc.back() + 1;  // one row of padding
+    p.num_blocks = p.num_seqs * p.max_blocks_per_seq;
+    for (int64_t i = 0; i < p.num_blocks; ++i) {
+      const bool is_garbage = i % p.max_blocks_per_seq == p.max_blocks_per_seq - 1;
+      block_tables.push_back(is_garbage ? 1 << 30 : static_cast<int32_t>(p.num_blocks - 1 - i));
+    }
+    const int64_t cache_elements = p.num_blocks * p.block_size * p.num_kv_heads * p.head_dim;
+    query = random_elements(p.query_dtype, p.num_tokens * p.num_heads * p.head_dim);
+    key_cache = random_elements(p.cache_dtype, cache_elements);
+    value_cache = random_elements(p.cache_dtype, cache_elements);
+    slopes.assign(static_cast<size_t>(p.num_heads), 0.25f);
+    sinks.assign(static_cast<size_t>(p.num_heads), 0.5f);
+    fill_pointers(shape);
+  }
+
+  void fill_pointers(const AttentionShape& shape) {
+    PagedAttentionParams& p = params;
+    p.query = query.data();
+    p.key_cache = key_cache.data();
+    p.value_cache = value_cache.data();
+    p.block_tables = block_tables.data();
+    p.context_lens = shape.context_lens.data();
+    p.query_start_loc = query_start_loc.data();
+    p.alibi_slopes = shape.with_options ? slopes.data() : nullptr;
+    p.sinks = shape.with_options ? sinks.data() : nullptr;
+    p.softcap = shape.with_options ? 5.0f : 0.0f;
+    p.k_scale_value = 0.125f;
+    p.v_scale_value = 0.5f;
+    if (p.query_dtype == p.cache_dtype) p.k_scale_value = p.v_scale_value = 1.0f;
+    p.query_head_stride = p.out_head_stride = p.key_cache_head_stride = p.value_cache_head_stride =
+        p.head_dim;
+    p.query_token_stride = p.out_token_stride = p.num_heads * p.head_dim;
+    p.key_cache_token_stride = p.value_cache_token_stride = p.num_kv_heads * p.head_dim;
+    p.key_cache_block_stride = p.value_cache_block_stride = p.block_size * p.key_cache_token_stride;
+    p.block_tables_seq_stride = p.max_blocks_per_seq;
+    p.softmax_scale = 0.125f;
+    p.window = shape.window;
+    p.split_size = shape.split_size;
+    p.causal = true;
+    p.scratch_context = &scratch;
+    p.allocate_scratch = [](void* context, int64_t num_floats) {
+      auto& scratch = *static_cast<std::vector<float>*>(context);
+      scratch.assign(static_cast<size_t>(num_floats), std::numeric_limits<float>::quiet_NaN());
+      return scratch.data();
+    };
+  }
+};
+
+float element_at(const Bytes& bytes, DType dtype, int64_t idx) {
+  float value = 0.0f;
+  dispatch_dtype(dtype, [&]<class T>() {
+    T element;
+    std::memcpy(&element, bytes.data() + idx * static_cast<int64_t>(sizeof(T)), sizeof(T));
+    value = to_float(element);
+  });
+  return value;
+}
+
+// The same result as the CPU back-end, up to rounding, and the same bits under every schedule.
+void check_paged_attention(const AttentionShape& shape) {
+  AttentionCase attention(shape);
+  PagedAttentionParams& p = attention.params;
+  const int64_t num_outputs = p.num_tokens * p.num_heads * p.head_dim;
+  const Bytes untouched(static_cast<size_t>(num_outputs * bytes_of(p.query_dtype)), 0xff);
+  const auto run = [&](bool emulated, Bytes& out) {
+    out = untouched;
+    p.out = out.data();
+    if (emulated) return cuda::paged_attention(p, nullptr);
+    cpu::paged_attention(p);
+    return cudaSuccess;
+  };
+  Bytes expected, first;
+  run(false, expected);
+  for (const Options& options : {Options{}, Options{.schedule = Schedule::descending},
+                                 Options{.schedule = Schedule::random, .seed = 7}}) {
+    set_options(options);
+    Bytes actual;
+    const cudaError_t error = run(true, actual);
+    testing::report(error == cudaSuccess, __FILE__, __LINE__, cudaGetErrorString(error));
+    if (first.empty()) first = actual;
+    CHECK(actual == first);
+  }
+  const float tolerance =
+      p.query_dtype == DType::float32 ? 1e-4f : 0.1f;  // values are about 4, bfloat16 has 8 bits
+  bool close = true;
+  for (int64_t i = 0; i < num_outputs; ++i) {
+    close &=
+        std::fabs(element_at(first, p.query_dtype, i) - element_at(expected, p.query_dtype, i)) <= tolerance;
+  }
+  CHECK(close);
+}
+
+TEST(kernel_paged_attention) {
+  const DType bf16 = DType::bfloat16, fp16 = DType::float16, fp32 = DType::float32;
+  check_paged_attention({bf16, bf16, 128, 4, 1, 16, {1, 1}, {150, 3}});
+  check_paged_attention({fp16, fp16, 64, 3, 3, 5, {1, 0, 1}, {70, 9, 0}});
+  check_paged_attention({bf16, bf16, 40, 6, 2, 7, {9, 20}, {90, 20}, 64});
+  check_paged_attention({fp16, fp16, 256, 4, 2, 16, {6}, {70}, 0, 20, true});
+  check_paged_attention({bf16, bf16, 64, 2, 1, 16, {1}, {600}});  // several CTAs share the keys
+  check_paged_attention({bf16, DType::int8, 128, 4, 1, 16, {1, 5}, {100, 40}});
+  check_paged_attention({fp16, DType::float8_e4m3fn, 72, 4, 1, 16, {3}, {100}, 0, NO_WINDOW, true});
+  check_paged_attention({fp32, fp32, 24, 4, 2, 3, {1, 4}, {70, 9}, 0, NO_WINDOW, true});
 }
 
 }  // namespace
