@@ -41,6 +41,12 @@ def _check_shape(tensor: Tensor, name: str, pattern: str, *sizes: int | None) ->
             )
 
 
+def _check_devices(cache: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != cache.device:
+            raise ValueError(f"{name} is on {tensor.device}, but key_cache is on {cache.device}")
+
+
 def _check_dtype(tensor: Tensor, name: str, *supported: torch.dtype) -> None:
     if tensor.dtype not in supported:
         raise TypeError(f"{name} has dtype {tensor.dtype}; supported: {', '.join(map(str, supported))}")
@@ -58,6 +64,9 @@ def _check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     _check_dtype(value_cache, "value_cache", key_cache.dtype)
     check_dims(key_cache, "key_cache", pattern)
     _check_shape(value_cache, "value_cache", pattern, *key_cache.shape[:3], None)
+    for dim, what in ((1, "block_size"), (2, "num_kv_heads")):
+        if key_cache.shape[dim] < 1:
+            raise ValueError(f"key_cache has the shape {list(key_cache.shape)}; {what} must be at least 1")
 
 
 def _check_scales(
@@ -94,6 +103,10 @@ def _check_block_copy(
         for cache, name in ((source, names[0]), (destination, names[1])):
             _check_dtype(cache, name, *_CACHE_DTYPES)
             check_dims(cache, name, "[num_blocks, block_size, num_kv_heads, head_dim]")
+    for caches, name in ((sources, names[0]), (destinations, names[1])):
+        for cache in caches:
+            if cache.shape[0] != caches[0].shape[0]:
+                raise ValueError(f"{name} has tensors of {cache.shape[0]} and {caches[0].shape[0]} blocks")
     _check_dtype(block_mapping, "block_mapping", torch.int64)
     _check_shape(block_mapping, "block_mapping", "[num_pairs, 2]", None, 2)
 
@@ -114,6 +127,7 @@ def _check_write(
     _check_dtype(value, "value", key.dtype)
     _check_dtype(key_cache, "key_cache", key.dtype, *_QUANTISED_DTYPES)
     _check_dtype(slot_mapping, "slot_mapping", torch.int64)
+    _check_devices(key_cache, key=key, value=value, value_cache=value_cache, slot_mapping=slot_mapping)
     num_kv_heads, head_dim = key_cache.shape[2:]
     _check_shape(key, "key", "[num_tokens, num_kv_heads, head_dim]", None, num_kv_heads, head_dim)
     _check_shape(
@@ -159,6 +173,20 @@ def _(
 ) -> None:
     _check_dtype(query, "query", *_FLOAT_DTYPES)
     _check_caches(key_cache, value_cache)
+    _check_devices(
+        key_cache,
+        query=query,
+        block_tables=block_tables,
+        value_cache=value_cache,
+        context_lens=context_lens,
+        out=out,
+        lse=lse,
+        query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        kv_starts=kv_starts,
+        tree_mask=tree_mask,
+    )
     _check_dtype(key_cache, "key_cache", query.dtype, *_QUANTISED_DTYPES)
     _check_dtype(out, "out", query.dtype)
     _check_tables(block_tables, context_lens, kv_starts)
@@ -171,7 +199,7 @@ def _(
             )
     _check_shape(query, "query", "[num_tokens, num_heads, head_dim]", None, None, head_dim)
     num_tokens, num_heads, _head_dim = query.shape
-    if num_heads % num_kv_heads != 0:
+    if num_heads < 1 or num_heads % num_kv_heads != 0:
         raise ValueError(
             f"query has {num_heads} heads and key_cache {num_kv_heads}; "
             "num_heads must be a multiple of num_kv_heads"
@@ -234,6 +262,11 @@ def _(
     check_dims(cos, "cos", "[max_position, rotary_dim / 2]")
     _check_shape(sin, "sin", "[max_position, rotary_dim / 2]", *cos.shape)
     _check_vector(positions, "positions", torch.int64, "[num_tokens]", query.shape[0])
+    if 2 * cos.shape[1] > query.shape[2]:
+        raise ValueError(
+            f"cos is [max_position, {cos.shape[1]}], that is rotary_dim {2 * cos.shape[1]}, "
+            f"more than head_dim {query.shape[2]}"
+        )
 
 
 @_fake("pagedkv::copy_blocks")
@@ -272,6 +305,10 @@ def _(
     _check_caches(key_cache, value_cache)
     _check_tables(block_tables, context_lens, kv_starts)
     _check_scales(key_cache, k_scale, v_scale, k_scale_value, v_scale_value)
+    if total_tokens is not None and total_tokens < 0:
+        raise ValueError(f"total_tokens is {total_tokens}; it must not be negative")
+    if dtype is not None and dtype not in _FLOAT_DTYPES:
+        raise TypeError(f"dtype is {dtype}; supported: {', '.join(map(str, _FLOAT_DTYPES))}")
     if dtype is None:
         dtype = torch.float32 if key_cache.dtype in _QUANTISED_DTYPES else key_cache.dtype
     rows = torch.library.get_ctx().new_dynamic_size() if total_tokens is None else total_tokens

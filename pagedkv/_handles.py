@@ -214,7 +214,12 @@ class Sequence:
 
     def __del__(self) -> None:
         """Free a sequence that nobody can reach any more. An open batch keeps its sequences alive."""
-        self._cache._core.free(self._id)
+        if hasattr(self, "_cache"):
+            self._cache._core.free(self._id)
+
+    def __copy__(self) -> Sequence:
+        """The handle itself: two handles of one sequence would free it twice. See `fork`."""
+        return self
 
     def __repr__(self) -> str:
         """Show tokens and blocks, or that it was freed."""
@@ -267,6 +272,11 @@ class Batch:
         self._batch_id = arrays.batch_id
         self._state = "open"  # then "committed", "abandoned", or "stale": a sequence was freed
         self._attended: set[int] = set()  # layers
+
+    def __del__(self) -> None:
+        """End a batch that nobody has any more: commit it if its last layer was attended, else abandon it."""
+        if getattr(self, "_state", "") == "open":
+            self._cache._close(self, "committed" if self._all_attended() else "abandoned")
 
     @property
     def block_tables(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ may share a cache as long as no two of them work on one batch at the same time.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -133,7 +134,8 @@ class PagedKVCache(Capacity, Observability):
         if num_host_blocks > 0:
             tensors = [*self._key_tensors, *self._value_tensors]
             self._host = HostPool(self._core, tensors, num_host_blocks, self.device)
-        self._open_batches: dict[int, Batch] = {}
+        # Weak: a batch that nobody has any more ends itself (Batch.__del__).
+        self._open_batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         self.prefix_caching = prefix_caching
         self._plain_root = prefix_root(None, None, block_size)
@@ -309,7 +311,7 @@ class PagedKVCache(Capacity, Observability):
         Raises:
             IndexError: there is no such layer.
             ValueError: the batch is another cache's, committed, abandoned, or has lost a sequence to `free`;
-                a window that is wider than the layer's.
+                a window that is wider than the layer's; q, k or v of another number of rows.
         """
         if batch._cache is not self:
             raise ValueError("the batch belongs to another cache")
@@ -323,6 +325,11 @@ class PagedKVCache(Capacity, Observability):
             window = options.setdefault("window", sliding_window)
             if window is None or window > sliding_window:
                 raise ValueError(f"window is {window}, but layer {layer} keeps only {sliding_window} keys")
+        for name, tensor in (("q", q), ("k", k), ("v", v)):
+            if tensor.shape[0] != batch.num_tokens:
+                raise ValueError(
+                    f"{name} has {tensor.shape[0]} rows, but the batch has {batch.num_tokens} tokens"
+                )
         key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
         k_scale = None if self.k_scales is None else self.k_scales[layer]
         v_scale = None if self.v_scales is None else self.v_scales[layer]
@@ -421,7 +428,7 @@ class PagedKVCache(Capacity, Observability):
             else:
                 self._core.abandon(batch._batch_id)
             batch._state = state
-            del self._open_batches[batch._batch_id]
+            self._open_batches.pop(batch._batch_id, None)
 
     def _require_mine(self, batch: Batch) -> None:
         if batch._cache is not self:

@@ -10,6 +10,7 @@ a *slot* is `physical_block * block_size + offset`.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -148,6 +149,12 @@ def paged_attention(
         query, block_tables = query.unsqueeze(0), block_tables.unsqueeze(0)
         out = None if out is None else out.unsqueeze(0)
     if not isinstance(context_lens, Tensor):
+        is_int = isinstance(context_lens, (int, torch.SymInt)) and not isinstance(context_lens, bool)
+        if not unbatched or not is_int:
+            raise TypeError(
+                "context_lens must be an int32 tensor [num_seqs], or an int where query is "
+                f"[num_heads, head_dim]; got {context_lens!r}"
+            )
         context_lens = torch.full((1,), context_lens, dtype=torch.int32, device=query.device)
     elif unbatched and context_lens.dim() == 0:
         context_lens = context_lens.unsqueeze(0)
@@ -461,7 +468,14 @@ def _tensor_list(caches: Caches) -> list[Tensor]:
 def _pairs(block_mapping: BlockMapping) -> Tensor:
     if isinstance(block_mapping, Tensor):
         return block_mapping
-    return torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
+    try:
+        pairs = [(operator.index(source), operator.index(to)) for source, to in block_mapping]
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            "block_mapping must be an int64 tensor [num_pairs, 2] or a list of (source, destination) pairs: "
+            f"{error}"
+        ) from error
+    return torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 
 
 def _require_backend(op: str, *tensors: Tensor) -> None:

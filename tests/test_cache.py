@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from cache_helpers import compute, make_cache, state, tokens_of
 
-from pagedkv import OutOfMemoryError
+from pagedkv import OutOfMemoryError, PagedKVCache
 from pagedkv.cache import Batch
 
 
@@ -352,3 +353,45 @@ def test_picture() -> None:
     shared.free()
     with pytest.raises(ValueError, match="width"):
         cache.draw(0)
+
+
+def test_a_batch_that_nobody_has_gives_its_blocks_back() -> None:
+    cache = PagedKVCache(1, 1, 8, num_blocks=4, block_size=4)
+    for _ in range(4):
+        sequence = cache.add_sequence(num_tokens=4)
+        batch = cache.batch([sequence])
+        del sequence, batch
+    assert cache.stats().num_used == 0
+    sequence = cache.add_sequence(num_tokens=4)
+    cache.batch([sequence])  # lost: its sequence can be batched again
+    assert cache.batch([sequence]).num_tokens == 4
+
+
+def test_a_lost_batch_whose_last_layer_was_attended_is_committed() -> None:
+    cache = PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, dtype=torch.float32)
+    sequence = cache.add_sequence(num_tokens=4)
+    rows = torch.ones(4, 1, 8)
+    cache.attend(0, rows, rows, rows, cache.batch([sequence]))
+    assert sequence.num_computed_tokens == 4
+
+
+@pytest.mark.parametrize("num_rows", [3, 6])
+def test_attend_takes_exactly_the_rows_of_its_batch(num_rows: int) -> None:
+    cache = PagedKVCache(1, 1, 8, num_blocks=4, block_size=4, dtype=torch.float32)
+    sequence = cache.add_sequence(num_tokens=4)
+    batch = cache.batch([sequence])
+    rows, others = torch.ones(4, 1, 8), torch.ones(num_rows, 1, 8)
+    for name, tensors in (
+        ("q", (others, rows, rows)),
+        ("k", (rows, others, rows)),
+        ("v", (rows, rows, others)),
+    ):
+        with pytest.raises(ValueError, match=f"{name} has {num_rows} rows, but the batch has 4 tokens"):
+            cache.attend(0, *tensors, batch)
+    assert sequence.num_computed_tokens == 0
+
+
+def test_a_copied_handle_is_the_handle() -> None:
+    cache = PagedKVCache(1, 1, 8, num_blocks=4, block_size=4)
+    sequence = cache.add_sequence(num_tokens=4)
+    assert copy.copy(sequence) is sequence

@@ -23,6 +23,7 @@ from helpers import (
 )
 from torch import Tensor
 
+import pagedkv
 from pagedkv import reference
 
 OPERATORS = ("copy_blocks",)
@@ -343,3 +344,21 @@ def test_inference_only(backend: Backend) -> None:
         caches[name].requires_grad_()
         with pytest.raises(RuntimeError, match=rf"(?s){name}.*torch\.no_grad\(\)"):
             backend.ops.copy_blocks(caches["key_caches"], caches["value_caches"], pairs((0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("mapping", "error"),
+    [
+        ({0: 1, 2: 3}, TypeError),
+        ([0, 1], TypeError),
+        ([(0.9, 1.9)], TypeError),
+        ([(0, 1, 2), (3, 4, 0)], ValueError),
+        ([(0,)], ValueError),
+    ],
+)
+def test_a_list_that_is_no_list_of_pairs(mapping: object, error: type[Exception]) -> None:
+    cache = torch.arange(5.0).view(5, 1, 1, 1).repeat(1, 2, 1, 8)
+    before = cache.clone()
+    with pytest.raises(error, match="block_mapping"):
+        pagedkv.copy_blocks(cache, cache.clone(), mapping)  # type: ignore[arg-type]
+    assert torch.equal(cache, before)

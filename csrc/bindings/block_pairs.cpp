@@ -97,7 +97,8 @@ int64_t block_extent(const BlockLayout& layout) {
 }
 
 bool same_blocks(const BlockLayout& a, const BlockLayout& b) {
-  return a.base == b.base && a.block_stride_bytes == b.block_stride_bytes;
+  return a.base == b.base && a.block_stride_bytes == b.block_stride_bytes &&
+         a.outer_stride_bytes == b.outer_stride_bytes && a.inner_stride_bytes == b.inner_stride_bytes;
 }
 
 // Whether a block of one cache may share a byte with a block of the other.

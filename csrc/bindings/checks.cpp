@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <limits>
 
 namespace pagedkv::bindings {
 
@@ -45,8 +46,9 @@ void check_dtype(const Tensor& tensor, const char* name, at::ScalarType expected
 }
 
 void check_float_dtype(const Tensor& tensor, const char* name) {
-  TORCH_CHECK_TYPE(!is_quantised(dtype_of(tensor, name)), name, " has dtype ", tensor.scalar_type(),
-                   "; supported: float16, bfloat16, float32");
+  const at::ScalarType dtype = tensor.scalar_type();
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat, name, " has dtype ",
+                   dtype, "; supported: float16, bfloat16, float32");
 }
 
 void check_same_dtype(const Tensor& tensor, const char* name, const Tensor& other, const char* other_name) {
@@ -92,6 +94,8 @@ void check_caches(const Tensor& key_cache, const Tensor& value_cache) {
   check_size(value_cache, "value_cache", 2, key_cache.size(2), "num_kv_heads of key_cache");
   TORCH_CHECK_VALUE(key_cache.size(1) >= 1, "key_cache has the shape ", key_cache.sizes(),
                     "; block_size must be at least 1");
+  TORCH_CHECK_VALUE(key_cache.size(1) <= std::numeric_limits<int32_t>::max(), "key_cache has the shape ",
+                    key_cache.sizes(), "; positions are int32, and so is block_size");
   TORCH_CHECK_VALUE(key_cache.size(2) >= 1, "key_cache has the shape ", key_cache.sizes(),
                     "; num_kv_heads must be at least 1");
 }

@@ -1,5 +1,7 @@
 #include <ATen/ops/empty.h>
 
+#include <cmath>
+
 #include "bindings/checks.h"
 
 namespace pagedkv::bindings {
@@ -122,7 +124,9 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
       "; it counts the keys a query sees, itself included, so it must be at least 1 (None: all)");
   TORCH_CHECK_VALUE(!split_size.has_value() || *split_size >= 1, "split_size is ", *split_size,
                     "; it must be at least 1 (None: chosen for speed)");
-  TORCH_CHECK_VALUE(softcap >= 0, "softcap is ", softcap, "; it must not be negative (0: off)");
+  const auto float_softcap = static_cast<float>(softcap);
+  TORCH_CHECK_VALUE(softcap == 0 || (float_softcap > 0 && std::isfinite(float_softcap)), "softcap is ",
+                    softcap, "; it must be 0 (off) or a positive number that float32 can hold");
 
   PagedAttentionParams params;
   params.query = query.const_data_ptr();
@@ -167,7 +171,7 @@ static void paged_attention(const Tensor& query, const Tensor& block_tables, con
   params.block_tables_seq_stride = block_tables.stride(0);
   params.tree_mask_token_stride = tree_mask.has_value() ? tree_mask->stride(0) : 0;
   params.softmax_scale = static_cast<float>(softmax_scale);
-  params.softcap = static_cast<float>(softcap);
+  params.softcap = float_softcap;
   // Positions are int32, so a wider window sees everything, and sums with it cannot overflow.
   constexpr int64_t WIDEST_WINDOW = std::numeric_limits<int32_t>::max();
   params.window = window.has_value() && *window <= WIDEST_WINDOW ? *window : NO_WINDOW;
