@@ -70,10 +70,9 @@ def test_offload_before_compute_finished(backend: Backend) -> None:
     assert (host[1] == 3.0).all()
 
 
-def attend_block(
-    backend: Backend, cache: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
-) -> torch.Tensor:
+def attend_block(backend: Backend, cache: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     query = torch.ones(1, 1, HEAD_DIM, device=backend.device)
+    lens = torch.full((1,), BLOCK_SIZE, dtype=torch.int32, device=backend.device)
     return backend.ops.paged_attention(query, tables, cache, cache, lens)
 
 
