@@ -29,9 +29,6 @@ def describe_cuda() -> list[str]:
         f"architectures: {_build_info.CUDA_ARCH_LIST.replace(';', ' ')} (TORCH_CUDA_ARCH_LIST sets others)",
         f"operators: {', '.join(sorted(_loader.CUDA_OPS))}",
     ]
-    missing = sorted(set(_loader._OPS) - _loader.CUDA_OPS)
-    if missing:
-        lines.append(f"not yet on CUDA, use CPU tensors: {', '.join(missing)}")
     if not torch.cuda.is_available():
         return [
             *lines,
