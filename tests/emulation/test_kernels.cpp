@@ -380,5 +380,16 @@ TEST(kernel_paged_attention) {
   check_paged_attention({fp32, fp32, 24, 4, 2, 3, {1, 4}, {70, 9}, 0, NO_WINDOW, true});
 }
 
+// Many rows a sequence: tiles of 64 and 128 rows, alone and with several CTAs to a row's keys.
+TEST(kernel_paged_attention_prefill) {
+  const DType bf16 = DType::bfloat16, fp16 = DType::float16;
+  check_paged_attention({bf16, bf16, 64, 4, 2, 16, {40, 0, 3}, {90, 5, 20}});
+  check_paged_attention({bf16, bf16, 128, 2, 1, 5, {70}, {150}, 0, 50, true});
+  check_paged_attention({fp16, fp16, 256, 2, 1, 16, {20}, {70}});
+  check_paged_attention({fp16, DType::float8_e5m2, 128, 2, 1, 16, {70}, {80}, 0, NO_WINDOW, true});
+  check_paged_attention({bf16, DType::int8, 136, 2, 1, 3, {20}, {50}});
+  check_paged_attention({bf16, DType::float8_e4m3fn, 40, 64, 1, 16, {1, 1}, {600, 30}});
+}
+
 }  // namespace
 }  // namespace pagedkv::emulator
