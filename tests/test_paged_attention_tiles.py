@@ -264,3 +264,34 @@ def test_visible_nan_is_not_swallowed(
         hit[:, 2:, ... if cache_idx == 2 else 3] = True
         assert torch.equal(out.isnan(), hit)
         assert torch.equal(lse.isnan(), hit[..., 0] & (cache_idx == 2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"), [PAIRS[0], (torch.float16, torch.float8_e4m3fn)], ids=dtype_name
+)
+@pytest.mark.parametrize("query_len", [3, 70])
+def test_key_that_a_tree_hides_from_every_row(
+    backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype, query_len: int
+) -> None:
+    max_tree, hidden = 80, (0, 13, 79)
+    mask = torch.rand(query_len, max_tree, generator=torch.Generator().manual_seed(2)) < 0.7
+    mask[:, hidden] = False
+    case = build_case(
+        [150],
+        [query_len],
+        device=backend.device,
+        head_dim=40,
+        block_size=16,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        tree_mask=mask.to(backend.device),
+    )
+    results = []
+    for filler in (0.0, torch.nan):
+        for column in hidden:
+            token = 150 - max_tree + column
+            for cache in case.arguments[2:4]:
+                cache[int(case.block_tables[0, token // 16]), token % 16] = filler
+        results.append(case.run(backend, split_size=64 if query_len == 3 else None))
+    assert results[1].isfinite().all()
+    assert_same_bits(results[1], results[0])

@@ -37,9 +37,6 @@ inline void ldmatrix_x4(uint32_t (&registers)[4], const void* row) {
 inline void ldmatrix_x4_trans(uint32_t (&registers)[4], const void* row) {
   emulator::ldmatrix<4, true>(registers, row);
 }
-inline void ldmatrix_x2(uint32_t (&registers)[2], const void* row) {
-  emulator::ldmatrix<2, false>(registers, row);
-}
 
 // Transposes an 8x8 matrix of 16-bit elements that the warp holds, one register a lane.
 inline uint32_t movmatrix_trans(uint32_t source) { return emulator::movmatrix_transposed(source); }
@@ -113,13 +110,6 @@ PAGEDKV_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
                : "r"(shared_address(row))
                : "memory");
 }
-PAGEDKV_DEVICE void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
 PAGEDKV_DEVICE uint32_t movmatrix_trans(uint32_t source) {
   uint32_t transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(source));

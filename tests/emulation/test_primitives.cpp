@@ -8,6 +8,8 @@
 namespace pagedkv::emulator {
 namespace {
 
+using cuda::Pairing;
+
 template <class Half>
 float half_of(uint32_t pair, int idx) {
   return to_float(Half{static_cast<uint16_t>(pair >> 16 * idx)});
@@ -23,31 +25,42 @@ float value_of(uint8_t code, DType dtype) {
 }
 
 // Every code in every byte, beside others, comes out exactly and in its place.
-template <class Query, Pairing PAIRING>
+template <class Query, bool IS_INT8, Pairing PAIRING>
 void check_widener(DType dtype) {
   const cuda::Widener<Query> widener(dtype);
+  CHECK(widener.is_int8() == IS_INT8);
   bool right = true;
-  for (uint32_t code = 0; code < 256; ++code) {
-    const uint32_t four = code | (code ^ 0x55) << 8 | (255 - code) << 16 | (code * 7 & 0xff) << 24;
-    uint32_t halves[2];
-    widener.template operator()<PAIRING>(four, halves[0], halves[1]);
-    for (int byte = 0; byte < 4; ++byte) {
-      const int half = PAIRING == Pairing::neighbours ? byte / 2 : byte % 2;
+  for (uint32_t code = 0; code < 256; code += 4) {
+    uint32_t packed[4], low[4], high[4];
+    for (uint32_t i = 0; i < 4; ++i) {
+      const uint32_t x = code + i;
+      packed[i] = x | (x ^ 0x55) << 8 | (255 - x) << 16 | (x * 7 & 0xff) << 24;
+    }
+    widener.template widen<IS_INT8, PAIRING>(packed, low, high);
+    for (int i = 0; i < 16; ++i) {
+      const int byte = i % 4;
+      const bool is_high = PAIRING == Pairing::neighbours ? byte / 2 : byte % 2;
       const int place = PAIRING == Pairing::neighbours ? byte % 2 : byte / 2;
-      right &= is_same(half_of<Query>(halves[half], place),
-                       value_of(static_cast<uint8_t>(four >> 8 * byte), dtype));
+      right &= is_same(half_of<Query>(is_high ? high[i / 4] : low[i / 4], place),
+                       value_of(static_cast<uint8_t>(packed[i / 4] >> 8 * byte), dtype));
     }
   }
   CHECK(right);
 }
 
-TEST(widener_is_exact) {
-  for (const DType dtype : {DType::int8, DType::float8_e4m3fn, DType::float8_e5m2}) {
-    check_widener<float16, Pairing::neighbours>(dtype);
-    check_widener<float16, Pairing::transposed>(dtype);
-    check_widener<bfloat16, Pairing::neighbours>(dtype);
-    check_widener<bfloat16, Pairing::transposed>(dtype);
+template <class Query>
+void check_every_format() {
+  check_widener<Query, true, Pairing::neighbours>(DType::int8);
+  check_widener<Query, true, Pairing::transposed>(DType::int8);
+  for (const DType dtype : {DType::float8_e4m3fn, DType::float8_e5m2}) {
+    check_widener<Query, false, Pairing::neighbours>(dtype);
+    check_widener<Query, false, Pairing::transposed>(dtype);
   }
+}
+
+TEST(widener_is_exact) {
+  check_every_format<float16>();
+  check_every_format<bfloat16>();
 }
 
 TEST(convert_e4m3_pair_is_exact) {

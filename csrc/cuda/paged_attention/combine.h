@@ -4,8 +4,7 @@
 // once.
 #pragma once
 
-#include "cuda/paged_attention/schedule.h"
-#include "cuda/paged_attention/state.h"
+#include "cuda/paged_attention/row_tile.h"
 
 namespace pagedkv::cuda {
 
@@ -24,21 +23,24 @@ __global__ void __launch_bounds__(CTA_THREADS) combine_kernel(const AttentionLau
   const int64_t head_base = piece.kv_head_idx * launch.num_states;
   const int64_t token_idx = piece.query_begin + (piece.row_begin + row) / launch.group;
   const int64_t head_idx = piece.kv_head_idx * launch.group + (piece.row_begin + row) % launch.group;
-  for (int64_t dim = lane_idx; dim < p.value_head_dim; dim += WARP_THREADS) {
-    float max = NEGATIVE_INFINITY, sum = 0.0f, acc = 0.0f;
+  for (int dim = lane_idx * 4; dim < p.value_head_dim; dim += WARP_THREADS * 4) {
+    float max = NEGATIVE_INFINITY, sum = 0.0f;
+    float4 acc{};
 #pragma unroll 8
     for (int chunk = chunks.x; chunk <= chunks.y; ++chunk) {
       const int64_t state_idx = head_base + state_idx_of(launch, chunk, chunk == chunks.x);
       const int64_t state_row = state_idx * launch.state_rows + row;
       const float2 state = launch.partial_max_sum[state_row];
-      const float chunk_acc = launch.partial_acc[state_row * p.value_head_dim + dim];
+      const float4 chunk_acc = load_vector<float4>(launch.partial_acc + state_row * p.value_head_dim + dim);
       const Fold fold = fold_of(max, state.x);
-      acc = folded(fold, acc, chunk_acc);
+      acc = {folded(fold, acc.x, chunk_acc.x), folded(fold, acc.y, chunk_acc.y),
+             folded(fold, acc.z, chunk_acc.z), folded(fold, acc.w, chunk_acc.w)};
       sum = folded(fold, sum, state.y);
       max = fold.max;
     }
     const Normaliser normaliser = normaliser_of(p, head_idx, piece.kv_head_idx, max * LN_2, sum);
-    out_row<Query>(p, token_idx, head_idx)[dim] = from_float<Query>(normaliser(acc));
+    store_quad(out_row<Query>(p, token_idx, head_idx) + dim, normalised<Query>(normaliser, acc),
+               launch.query_rows_are_aligned);
     if (dim == 0 && p.lse != nullptr) p.lse[token_idx * p.num_heads + head_idx] = normaliser.lse;
   }
 }

@@ -36,7 +36,8 @@ struct DecodeTile {
 
   static constexpr int QUERY_BYTES = ROWS * D * 2;
   static constexpr int RING_BYTES = SLOTS * CTA_WARPS * SLOT_BYTES;
-  static constexpr int CTA_STATE_BYTES = ROWS * (D + 2) * 4;
+  static constexpr int ACC_ROW_STRIDE = D + 4;  // in floats: the lanes of a store fall into different banks
+  static constexpr int CTA_STATE_BYTES = ROWS * (ACC_ROW_STRIDE + 2) * 4;
   static constexpr int WARP_STATES_BYTES = CTA_WARPS * CTA_STATE_BYTES;
 
   static constexpr int QUERY_AT = WORK_BYTES;
@@ -79,19 +80,19 @@ class DecodeCta {
     __syncthreads();
     sure_ = keys_seen_by_all(query_rows()[0], query_rows()[chunk_.piece.num_rows - 1]);
     const int state_at = takes_several_splits(launch_) ? Tile::KEPT_STATE_AT : Tile::STATE_AT;
-    const SharedStates warps(shared_ + Tile::RING_AT, CTA_WARPS, Tile::ROWS, D);
-    const SharedStates cta(shared_ + state_at, 1, Tile::ROWS, D);
+    const SharedStates warps(shared_ + Tile::RING_AT, CTA_WARPS, Tile::ROWS, Tile::ACC_ROW_STRIDE);
+    const SharedStates cta(shared_ + state_at, 1, Tile::ROWS, Tile::ACC_ROW_STRIDE);
     int begin = chunk_.fold_begin;
     do {
       attend(begin);
       __syncthreads();  // all warps are done with the ring, whose memory the merge uses
       write_state(warps);
       __syncthreads();
-      fold_warps(warps, CTA_WARPS, cta, chunk_.piece.num_rows, begin == chunk_.fold_begin);
+      fold_warps(warps, CTA_WARPS, cta, chunk_.piece.num_rows, D, begin == chunk_.fold_begin);
       __syncthreads();
       begin += chunk_.fold_keys;
     } while (begin < chunk_.keys.end);
-    rows.store(chunk_, cta.acc, D, cta.max, cta.sum);
+    rows.store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
   }
 
  private:
@@ -120,19 +121,32 @@ class DecodeCta {
     // The ring alternates K and V: entry 2 t is K of tile t, entry 2 t + 1 its V.
     for (int entry = 0; entry < Tile::SLOTS - 1; ++entry) issue(entry);
     for (int tile = 0; tile < num_tiles_; ++tile) {
-      float score[NT][4];
-      uint32_t seen = 0xffffffffu;
       issue(2 * tile + Tile::SLOTS - 1);
       cp_async_wait<Tile::SLOTS - 1>();
       __syncwarp();
-      multiply_keys(slot_at(2 * tile), score);
-      const bool sure = mask_scores(tile, score, seen);
+      float score[NT][4];
+      if (CACHE_BYTES == 1 && widener_.is_int8()) {
+        multiply_keys<true>(slot_at(2 * tile), score);
+      } else {
+        multiply_keys<false>(slot_at(2 * tile), score);
+      }
+      mask_scores(tile, score);
       __syncwarp();
       state_.weigh(score);
       issue(2 * tile + Tile::SLOTS);
       cp_async_wait<Tile::SLOTS - 1>();
       __syncwarp();
-      multiply_values(slot_at(2 * tile + 1), score, sure, seen);
+      const int values_at = slot_at(2 * tile + 1);
+      if (token_of(tile) + WARP_TOKENS > query_rows()[0].mask.tree_begin) {
+        clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, token_of(tile), WARP_TOKENS,
+                                      shared_ + values_at);
+        __syncwarp();
+      }
+      if (CACHE_BYTES == 1 && widener_.is_int8()) {
+        multiply_values<true>(values_at, score);
+      } else {
+        multiply_values<false>(values_at, score);
+      }
       __syncwarp();
     }
     cp_async_wait<0>();
@@ -160,117 +174,95 @@ class DecodeCta {
     cp_async_commit();
   }
 
-  // score = K Q^T for the warp's 16 keys.
+  // score = K Q^T for the warp's 16 keys, 32 dimensions at a time.
+  template <bool IS_INT8>
   PAGEDKV_DEVICE void multiply_keys(int keys_at, float (&score)[NT][4]) {
+    const int head_dim = static_cast<int>(p_.head_dim);
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, lane_ % 16, lane_ / 16);
-    const SwizzledRow<D * 2> query(Tile::QUERY_AT, lane_ % 8, lane_ / 8 % 2);
+    const SwizzledRow<D * 2> query(Tile::QUERY_AT, lane_ % 8, lane_ / 8);
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] = 0.0f;
     }
-#pragma unroll(NT == 1 ? 4 : 2)
-    for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-      if (step * 16 >= p_.head_dim) break;
-      uint32_t loaded[4];
+#pragma unroll(NT == 1 ? 4 : 1)
+    for (int step = 0; step < K_STEPS; step += 2) {
+      if (step * 16 >= head_dim) break;
+      uint32_t a[2][4];
       if constexpr (CACHE_BYTES == 2) {
-        ldmatrix_x4(loaded, shared_ + keys.at(2 * step));
-        multiply_key_step(step, query, loaded, score);
+        ldmatrix_x4(a[0], shared_ + keys.at(2 * step));
+        ldmatrix_x4(a[1], shared_ + keys.at(2 * step + 2));
       } else {
+        uint32_t loaded[4], low[4], high[4];  // matrices 0, 1 are the first 16 dimensions, 2, 3 the other
         ldmatrix_x4(loaded, shared_ + keys.at(step));
-        for (int i = 0; i < 2; ++i) {  // matrices 0, 1 are the first step's dimensions, 2, 3 the second's
-          if ((step + i) * 16 >= p_.head_dim) break;
-          uint32_t a[4];
-          widener_.template operator()<Pairing::neighbours>(loaded[2 * i], a[0], a[2]);
-          widener_.template operator()<Pairing::neighbours>(loaded[2 * i + 1], a[1], a[3]);
-          multiply_key_step(step + i, query, a, score);
+        widener_.template widen<IS_INT8, Pairing::neighbours>(loaded, low, high);
+        for (int i = 0; i < 4; ++i) {
+          a[i / 2][i % 2] = low[i];
+          a[i / 2][i % 2 + 2] = high[i];
         }
+      }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        uint32_t b[4];
+        ldmatrix_x4(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
+        mma_m16n8k16<Query>(score[nt], a[0], {b[0], b[1]});
+        mma_m16n8k16<Query>(score[nt], a[1], {b[2], b[3]});
       }
     }
   }
 
-  PAGEDKV_DEVICE void multiply_key_step(int step, const SwizzledRow<D * 2>& query, const uint32_t (&a)[4],
-                                        float (&score)[NT][4]) {
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) {
-      uint32_t b[2];
-      ldmatrix_x2(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
-      mma_m16n8k16<Query>(score[nt], a, b);
-    }
-  }
-
-  // Products to scores. True where every row sees all of the warp's keys; otherwise bit t of `seen` says
-  // whether any row sees key t.
-  PAGEDKV_DEVICE bool mask_scores(int tile, float (&score)[NT][4], uint32_t& seen) {
+  // Products to scores.
+  PAGEDKV_DEVICE void mask_scores(int tile, float (&score)[NT][4]) const {
     const int warp_begin = token_of(tile);
     const uint32_t has_block = valid(tile);
     const bool sure =
         has_block == 0xffffu && warp_begin >= sure_.begin && warp_begin + WARP_TOKENS <= sure_.end;
-    bool seen_low = false, seen_high = false;
+    if (sure && rule_.is_plain()) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        for (int e = 0; e < 4; ++e) score[nt][e] = rule_.plain(score[nt][e]);
+      }
+      return;
+    }
+#pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) {
-        if (sure && rule_.is_plain()) {
-          score[nt][e] = rule_.plain(score[nt][e]);
-          continue;
-        }
         const QueryRow& row = query_rows()[nt * 8 + lane_ % 4 * 2 + e % 2];
         const int key = lane_ / 4 + e / 2 * 8;
         const bool is_visible = (has_block >> key & 1) != 0 && row.mask.visible(warp_begin + key);
         score[nt][e] = rule_(score[nt][e], row, warp_begin + key, is_visible);
-        (e / 2 == 0 ? seen_low : seen_high) |= is_visible;
       }
     }
-    if (sure) return true;
-    seen = gather_seen(seen_low) | gather_seen(seen_high) << 8;
-    return false;
   }
 
-  // The OR of the four lanes that share a key, as bit g for lanes 4 g to 4 g + 3.
-  PAGEDKV_DEVICE uint32_t gather_seen(bool mine) const {
-    const uint32_t lanes = __ballot_sync(FULL_WARP, mine);
-    uint32_t keys = 0;
-    for (int key = 0; key < 8; ++key) keys |= ((lanes >> (4 * key) & 0xfu) != 0 ? 1u : 0u) << key;
-    return keys;
-  }
-
-  // acc += V^T P^T. A key that no row sees may hold NaN, and 0 * NaN is NaN, so its values are cleared.
-  PAGEDKV_DEVICE void multiply_values(int values_at, const float (&weight)[NT][4], bool sure, uint32_t seen) {
+  // acc += V^T P^T.
+  template <bool IS_INT8>
+  PAGEDKV_DEVICE void multiply_values(int values_at, const float (&weight)[NT][4]) {
     uint32_t b[NT][2];
     for (int nt = 0; nt < NT; ++nt) {
       b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));
       b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][2], weight[nt][3]));
     }
-    const int pair = lane_ % 4 * 2;
-    const uint32_t keep[2] = {halves_to_keep(seen >> pair), halves_to_keep(seen >> (pair + 8))};
     // Matrices 0 to 3: both halves of 16 dimensions by both halves of the keys, or the other way round.
     const int key_half = CACHE_BYTES == 2 ? lane_ / 16 : lane_ / 8 % 2;
     const int dim_half = CACHE_BYTES == 2 ? lane_ / 8 % 2 : lane_ / 16;
+    const int head_dim = static_cast<int>(p_.value_head_dim);
     const SwizzledRow<Tile::ROW_BYTES> values(values_at, lane_ % 8 + key_half * 8, dim_half);
 #pragma unroll
     for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-      if (step * 16 >= p_.value_head_dim) break;
+      if (step * 16 >= head_dim) break;
       uint32_t loaded[4];
       ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step));
       if constexpr (CACHE_BYTES == 2) {
-        multiply_value_step(step, loaded, b, sure, keep);
+        multiply_value_step(step, loaded, b);
       } else {
-        for (int i = 0; i < 2; ++i) {
-          if ((step + i) * 16 >= p_.value_head_dim) break;
-          uint32_t a[4];  // rows g and g + 8 are value dimensions 2 g and 2 g + 1
-          widener_.template operator()<Pairing::transposed>(loaded[2 * i], a[0], a[1]);
-          widener_.template operator()<Pairing::transposed>(loaded[2 * i + 1], a[2], a[3]);
-          multiply_value_step(step + i, a, b, sure, keep);
-        }
+        uint32_t low[4], high[4];  // rows g and g + 8 are value dimensions 2 g and 2 g + 1
+        widener_.template widen<IS_INT8, Pairing::transposed>(loaded, low, high);
+        multiply_value_step(step, {low[0], high[0], low[1], high[1]}, b);
+        multiply_value_step(step + 1, {low[2], high[2], low[3], high[3]}, b);
       }
     }
   }
 
-  PAGEDKV_DEVICE void multiply_value_step(int step, uint32_t (&a)[4], const uint32_t (&b)[NT][2], bool sure,
-                                          const uint32_t (&keep)[2]) {
-    if (!sure) {
-      a[0] &= keep[0];
-      a[1] &= keep[0];
-      a[2] &= keep[1];
-      a[3] &= keep[1];
-    }
+  PAGEDKV_DEVICE void multiply_value_step(int step, const uint32_t (&a)[4], const uint32_t (&b)[NT][2]) {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) mma_m16n8k16<Query>(state_.acc[step][nt], a, b[nt]);
   }
@@ -290,7 +282,7 @@ class DecodeCta {
         }
 #pragma unroll
         for (int step = 0; step < K_STEPS; ++step) {
-          float* acc = warps.acc + row * D + step * 16;
+          float* acc = warps.acc + row * Tile::ACC_ROW_STRIDE + step * 16;
           acc[CACHE_BYTES == 2 ? g : 2 * g] = state_.acc[step][nt][e];
           acc[CACHE_BYTES == 2 ? g + 8 : 2 * g + 1] = state_.acc[step][nt][e + 2];
         }

@@ -66,48 +66,42 @@ struct SharedStates {
         sum(max + num_warps * num_rows),
         rows(num_rows),
         row_stride(acc_row_stride) {}
-
-  // Of all warps, for one row.
-  PAGEDKV_DEVICE float merged_max(int num_warps, int row) const {
-    float merged = NEGATIVE_INFINITY;
-    for (int warp = 0; warp < num_warps; ++warp) merged = fmaxf(merged, max[warp * rows + row]);
-    return merged;
-  }
-
-  // The sum of what the warps have at `values` + warp * stride, weighed by their maxima of a row.
-  PAGEDKV_DEVICE float merged(int num_warps, int row, float merged_max, const float* values,
-                              int stride) const {
-    float total = 0.0f;
-    for (int warp = 0; warp < num_warps; ++warp) {
-      // A warp that saw no key has zeros; one that saw only NaN keys has the same maximum and must show them.
-      const float warp_max = max[warp * rows + row];
-      const float factor = warp_max == NEGATIVE_INFINITY ? 0.0f : exp2_approx(warp_max - merged_max);
-      total = fmaf(values[warp * stride], factor, total);
-    }
-    return total;
-  }
 };
 
-// Folds the warps' states of a chunk into the CTA's. A barrier must precede it and follow it.
+// Folds the warps' states of a chunk, of num_dims value dimensions, into the CTA's; what was in `warps` is
+// lost. A barrier must precede it and follow it.
 PAGEDKV_DEVICE void fold_warps(const SharedStates& warps, int num_warps, const SharedStates& cta,
-                               int num_rows, bool is_first) {
-  const int row_stride = warps.row_stride;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < num_rows * row_stride; i += blockDim.x) {
-    const int row = i / row_stride;
-    const float max = warps.merged_max(num_warps, row);
-    const float acc = warps.merged(num_warps, row, max, warps.acc + i, warps.rows * row_stride);
-    const Fold fold = fold_of(is_first ? NEGATIVE_INFINITY : cta.max[row], max);
-    cta.acc[i] = folded(fold, is_first ? 0.0f : cta.acc[i], acc);
-  }
-  __syncthreads();
+                               int num_rows, int num_dims, bool is_first) {
+  // First the rows' maxima and sums. The factors of their values take the place of the warps' maxima, those
+  // of the fold that of their sums.
+  float *factors = warps.max, *old_factors = warps.sum, *new_factors = warps.sum + warps.rows;
 #pragma unroll 1
   for (int row = threadIdx.x; row < num_rows; row += blockDim.x) {
-    const float max = warps.merged_max(num_warps, row);
-    const float sum = warps.merged(num_warps, row, max, warps.sum + row, warps.rows);
+    float max = NEGATIVE_INFINITY, sum = 0.0f;
+    for (int warp = 0; warp < num_warps; ++warp) max = fmaxf(max, warps.max[warp * warps.rows + row]);
+    for (int warp = 0; warp < num_warps; ++warp) {
+      // A warp that saw no key has zeros; one that saw only NaN keys has the same maximum and must show them.
+      const int i = warp * warps.rows + row;
+      factors[i] = warps.max[i] == NEGATIVE_INFINITY ? 0.0f : exp2_approx(warps.max[i] - max);
+      sum = fmaf(warps.sum[i], factors[i], sum);
+    }
     const Fold fold = fold_of(is_first ? NEGATIVE_INFINITY : cta.max[row], max);
     cta.sum[row] = folded(fold, is_first ? 0.0f : cta.sum[row], sum);
     cta.max[row] = fold.max;
+    old_factors[row] = fold.old_factor;
+    new_factors[row] = fold.new_factor;
+  }
+  __syncthreads();
+#pragma unroll 2
+  for (int i = threadIdx.x; i < num_rows * num_dims; i += blockDim.x) {
+    const int row = i / num_dims, place = row * warps.row_stride + i % num_dims;
+    float acc = 0.0f;
+    for (int warp = 0; warp < num_warps; ++warp) {
+      acc = fmaf(warps.acc[warp * warps.rows * warps.row_stride + place], factors[warp * warps.rows + row],
+                 acc);
+    }
+    const Fold fold{0.0f, old_factors[row], new_factors[row]};
+    cta.acc[place] = folded(fold, is_first ? 0.0f : cta.acc[place], acc);
   }
 }
 

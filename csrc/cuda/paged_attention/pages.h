@@ -36,14 +36,12 @@ class PageCursor {
 };
 
 // A warp copies num_rows rows of one cache to shared memory, swizzled, in chunks of 16 bytes; `row_offset` of
-// lane i is the element offset of row i. Rows without one become zero, and so does the second half of the
-// last 16 dimensions, an mma's, where rows end in their first half.
+// lane i is the element offset of row i. Rows without one, and what is beyond row_dim, become zero.
 template <int CACHE_BYTES, int D>
 PAGEDKV_DEVICE void copy_rows(const AttentionLaunch& launch, const void* cache, int64_t row_dim,
                               int64_t row_offset, int num_rows, unsigned char* destination) {
   constexpr int ROW_BYTES = D * CACHE_BYTES, CHUNKS = ROW_BYTES / 16, CHUNK_ELEMENTS = 16 / CACHE_BYTES;
   const int dim = static_cast<int>(row_dim), lane_idx = threadIdx.x % WARP_THREADS;
-  const int used_chunks = (dim + 15) / 16 * 16 / CHUNK_ELEMENTS;
   const auto* bytes = static_cast<const unsigned char*>(cache);
   if (!launch.cache_rows_are_aligned) {
     using Element = std::conditional_t<CACHE_BYTES == 2, uint16_t, uint8_t>;
@@ -62,11 +60,10 @@ PAGEDKV_DEVICE void copy_rows(const AttentionLaunch& launch, const void* cache, 
   constexpr int ROW_STEP = WARP_THREADS / CHUNKS;
   const int first_row = lane_idx / CHUNKS, chunk = lane_idx % CHUNKS, first = chunk * CHUNK_ELEMENTS;
   const int first_at = swizzled<ROW_BYTES>(first_row, chunk);
-#pragma unroll 4
+#pragma unroll 8
   for (int row = 0; row < num_rows; row += ROW_STEP) {
     const int64_t offset = __shfl_sync(FULL_WARP, row_offset, row + first_row);
     const int place = ROW_BYTES >= 128 ? first_at ^ (row & 7) << 4 : first_at;
-    if (chunk >= used_chunks) continue;
     cp_async_16(destination + place + row * ROW_BYTES, bytes + (offset + first) * CACHE_BYTES,
                 offset >= 0 && first < dim);
   }

@@ -127,17 +127,28 @@ class PrefillCta {
       __syncthreads();  // the tile is there for all warps, and all are done with the one before
       if (tile + 1 < num_tiles) issue(tile + 1);
       const int begin = tiles_begin + tile * Tile::KEYS;
-      if (begin < warp_keys_.end && begin + Tile::KEYS > warp_keys_.begin) attend_tile(tile, begin);
+      if (begin + Tile::KEYS > query_rows()[0].mask.tree_begin) {
+        const int first = warp_ * warp_tokens_;
+        clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, begin + first, warp_tokens_,
+                                      shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
+        __syncthreads();
+      }
+      if (begin >= warp_keys_.end || begin + Tile::KEYS <= warp_keys_.begin) continue;
+      if (CACHE_BYTES == 1 && widener_.is_int8()) {
+        attend_tile<true>(tile, begin);
+      } else {
+        attend_tile<false>(tile, begin);
+      }
     }
   }
 
+  template <bool IS_INT8>
   PAGEDKV_DEVICE void attend_tile(int tile, int begin) {
     float score[KEY_COLUMNS][4];
-    uint32_t seen = 0xffffffffu;
-    multiply_keys(buffer_at(tile, false), score);
-    const bool sure = mask_scores(tile, begin, score, seen);
+    multiply_keys<IS_INT8>(buffer_at(tile, false), score);
+    mask_scores(tile, begin, score);
     weigh(score);
-    multiply_values(buffer_at(tile, true), score, sure, seen);
+    multiply_values<IS_INT8>(buffer_at(tile, true), score);
   }
 
   // The token of a tile whose row this lane finds: a warp copies KEYS / num_warps, 8 or 16, of them.
@@ -169,6 +180,7 @@ class PrefillCta {
   }
 
   // score = Q K^T.
+  template <bool IS_INT8>
   PAGEDKV_DEVICE void multiply_keys(int keys_at, float (&score)[KEY_COLUMNS][4]) {
 #pragma unroll
     for (int column = 0; column < KEY_COLUMNS; ++column) {
@@ -176,10 +188,11 @@ class PrefillCta {
     }
     // Matrices 0 to 3: two columns of 8 keys by both halves of 16 dimensions; four columns of 8-bit keys.
     const int key = CACHE_BYTES == 2 ? lane_ / 16 * 8 + lane_ % 8 : lane_;
+    const int head_dim = static_cast<int>(p_.head_dim);
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, key, CACHE_BYTES == 2 ? lane_ / 8 % 2 : 0);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-      if (step * 16 >= p_.head_dim) break;
+      if (step * 16 >= head_dim) break;
       if constexpr (!Tile::HOLDS_QUERY) load_query_step(step, query_[0]);
       const uint32_t (&a)[4] = query_[Tile::HOLDS_QUERY ? step : 0];
 #pragma unroll
@@ -190,20 +203,17 @@ class PrefillCta {
           mma_m16n8k16<Query>(score[column], a, {loaded[0], loaded[1]});
           mma_m16n8k16<Query>(score[column + 1], a, {loaded[2], loaded[3]});
         } else {
+          uint32_t low[4], high[4];
+          widener_.template widen<IS_INT8, Pairing::neighbours>(loaded, low, high);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            uint32_t b[2];
-            widener_.template operator()<Pairing::neighbours>(loaded[i], b[0], b[1]);
-            mma_m16n8k16<Query>(score[column + i], a, b);
-          }
+          for (int i = 0; i < 4; ++i) mma_m16n8k16<Query>(score[column + i], a, {low[i], high[i]});
         }
       }
     }
   }
 
-  // Products to scores. True where all of the warp's rows see all keys of the tile; otherwise bits 2 c and
-  // 2 c + 1 of `seen` say whether any of them sees this lane's two keys of column c.
-  PAGEDKV_DEVICE bool mask_scores(int tile, int begin, float (&score)[KEY_COLUMNS][4], uint32_t& seen) const {
+  // Products to scores.
+  PAGEDKV_DEVICE void mask_scores(int tile, int begin, float (&score)[KEY_COLUMNS][4]) const {
     constexpr int WORDS = Tile::KEYS / 32;
     uint32_t has_block[WORDS], all_have_blocks = 0xffffffffu;
     for (int word = 0; word < WORDS; ++word) {
@@ -217,10 +227,9 @@ class PrefillCta {
       for (int column = 0; column < KEY_COLUMNS; ++column) {
         for (int e = 0; e < 4; ++e) score[column][e] = rule_.plain(score[column][e]);
       }
-      return true;
+      return;
     }
     const int row = warp_ * WARP_ROWS + lane_ / 4, pair = lane_ % 4 * 2;
-    uint32_t mine = 0;
 #pragma unroll
     for (int column = 0; column < KEY_COLUMNS; ++column) {
       for (int e = 0; e < 4; ++e) {
@@ -229,12 +238,8 @@ class PrefillCta {
         const bool is_valid = (has_block[column / 4] >> (column % 4 * 8 + pair + e % 2) & 1) != 0;
         const bool is_visible = is_valid && query_row.mask.visible(key);
         score[column][e] = rule_(score[column][e], query_row, key, is_visible);
-        mine |= static_cast<uint32_t>(is_visible) << (2 * column + e % 2);
       }
     }
-    for (int lanes = 4; lanes < WARP_THREADS; lanes *= 2) mine |= __shfl_xor_sync(FULL_WARP, mine, lanes);
-    seen = mine;
-    return sure;
   }
 
   // Scores become weights; what was summed before is rescaled where a row's maximum rose.
@@ -271,9 +276,10 @@ class PrefillCta {
     }
   }
 
-  // acc += P V. A key that no row sees may hold NaN, and 0 * NaN is NaN, so its values are cleared.
-  PAGEDKV_DEVICE void multiply_values(int values_at, const float (&weight)[KEY_COLUMNS][4], bool sure,
-                                      uint32_t seen) {
+  // acc += P V.
+  template <bool IS_INT8>
+  PAGEDKV_DEVICE void multiply_values(int values_at, const float (&weight)[KEY_COLUMNS][4]) {
+    const int head_dim = static_cast<int>(p_.value_head_dim);
     // Matrices 0 to 3: both halves of 16 keys by two columns of 8 dimensions, or of 16 where they have 8
     // bits.
     const SwizzledRow<Tile::ROW_BYTES> values(values_at, lane_ % 16, lane_ / 16);
@@ -284,37 +290,23 @@ class PrefillCta {
         const float (&part)[4] = weight[column + i / 2];
         a[i] = pack2<Query>(part[i % 2 * 2], part[i % 2 * 2 + 1]);
       }
-      const uint32_t keep[2] = {halves_to_keep(seen >> 2 * column), halves_to_keep(seen >> (2 * column + 2))};
 #pragma unroll
       for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-        if (step * 16 >= p_.value_head_dim) break;
+        if (step * 16 >= head_dim) break;
         uint32_t loaded[4];
         ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step) + column * 8 * Tile::ROW_BYTES);
         if constexpr (CACHE_BYTES == 2) {
-          multiply_value_columns(2 * step, a, loaded, sure, keep);
+          mma_m16n8k16<Query>(acc_[2 * step], a, {loaded[0], loaded[1]});
+          mma_m16n8k16<Query>(acc_[2 * step + 1], a, {loaded[2], loaded[3]});
         } else {
-          for (int i = 0; i < 2; ++i) {
-            if ((step + i) * 16 >= p_.value_head_dim) break;
-            uint32_t b[4];  // the columns have the even and the odd ones of the 16 dimensions
-            widener_.template operator()<Pairing::transposed>(loaded[2 * i], b[0], b[2]);
-            widener_.template operator()<Pairing::transposed>(loaded[2 * i + 1], b[1], b[3]);
-            multiply_value_columns(2 * (step + i), a, b, sure, keep);
-          }
+          uint32_t low[4], high[4];  // columns of the even and of the odd ones of 16 dimensions, of two steps
+          widener_.template widen<IS_INT8, Pairing::transposed>(loaded, low, high);
+          mma_m16n8k16<Query>(acc_[2 * step], a, {low[0], low[1]});
+          mma_m16n8k16<Query>(acc_[2 * step + 1], a, {high[0], high[1]});
+          mma_m16n8k16<Query>(acc_[2 * step + 2], a, {low[2], low[3]});
+          mma_m16n8k16<Query>(acc_[2 * step + 3], a, {high[2], high[3]});
         }
       }
-    }
-  }
-
-  PAGEDKV_DEVICE void multiply_value_columns(int column, const uint32_t (&a)[4], const uint32_t (&b)[4],
-                                             bool sure, const uint32_t (&keep)[2]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t kept[2] = {b[2 * i], b[2 * i + 1]};
-      if (!sure) {
-        kept[0] &= keep[0];
-        kept[1] &= keep[1];
-      }
-      mma_m16n8k16<Query>(acc_[column + i], a, kept);
     }
   }
 

@@ -1,5 +1,6 @@
 // The query rows of a CTA: their masks, their way into shared memory and their results' way out. Decode and
-// prefill share it.
+// prefill share it. Loops outside the main loop are unrolled little, here and elsewhere, since the registers
+// that they would take are the whole kernel's.
 #pragma once
 
 #include "cuda/paged_attention/schedule.h"
@@ -61,6 +62,13 @@ PAGEDKV_DEVICE void store_quad(void* destination, uint2 quad, bool is_aligned) {
   element[3] = static_cast<uint16_t>(quad.y >> 16);
 }
 
+// Four neighbouring accumulated values of a row as its results.
+template <class Query>
+PAGEDKV_DEVICE uint2 normalised(const Normaliser& normaliser, const float4& acc) {
+  return {pack2<Query>(normaliser(acc.x), normaliser(acc.y)),
+          pack2<Query>(normaliser(acc.z), normaliser(acc.w))};
+}
+
 // D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
 template <class Query, int CACHE_BYTES, int D>
 class RowTile {
@@ -89,7 +97,7 @@ class RowTile {
   // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
   // so the query's are permuted alike.
   PAGEDKV_DEVICE void load_query(unsigned char* shared, int tile_rows) const {
-#pragma unroll 1
+#pragma unroll 8
     for (int i = threadIdx.x; i < tile_rows * QUADS; i += blockDim.x) {
       const int row = i / QUADS, dim = i % QUADS * 4;
       uint2 quad{};
@@ -141,13 +149,11 @@ class RowTile {
     }
     __syncthreads();
     const int quads = static_cast<int>(p_.value_head_dim) / 4;
-#pragma unroll 1
+#pragma unroll 2
     for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
       const int row = i / quads, dim = i % quads * 4;
-      const float4 values = load_vector<float4>(acc + row * acc_row_stride + dim);
       const Normaliser normaliser{max[row], sum[row], 0.0f};
-      const uint2 quad = {pack2<Query>(normaliser(values.x), normaliser(values.y)),
-                          pack2<Query>(normaliser(values.z), normaliser(values.w))};
+      const uint2 quad = normalised<Query>(normaliser, load_vector<float4>(acc + row * acc_row_stride + dim));
       store_quad(out_row<Query>(p_, token_of(row), head_of(row)) + dim, quad, launch_.query_rows_are_aligned);
     }
   }
@@ -166,7 +172,7 @@ class RowTile {
       launch_.partial_max_sum[first_row + row] = {max[row], sum[row]};
     }
     const int quads = static_cast<int>(p_.value_head_dim) / 4;
-#pragma unroll 1
+#pragma unroll 2
     for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
       const int row = i / quads, dim = i % quads * 4;
       store_vector(launch_.partial_acc + (first_row + row) * p_.value_head_dim + dim,

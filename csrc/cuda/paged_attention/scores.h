@@ -5,24 +5,27 @@
 
 namespace pagedkv::cuda {
 
-// How a KV head's products become scores.
+// How a KV head's products become scores in base 2.
 class ScoreRule {
  public:
   PAGEDKV_DEVICE ScoreRule(const PagedAttentionParams& p, int64_t kv_head_idx)
-      : p_(p), scale_(p.softmax_scale * scale_of(p.k_scale, p.k_scale_value, kv_head_idx)) {}
+      : p_(p), log2_scale_(p.softmax_scale * scale_of(p.k_scale, p.k_scale_value, kv_head_idx) * LOG2_E) {}
 
   // Whether there is neither softcap nor ALiBi.
   PAGEDKV_DEVICE bool is_plain() const { return p_.softcap == 0.0f && p_.alibi_slopes == nullptr; }
 
-  // In base 2, where the row sees the key for certain and the rule is plain.
-  PAGEDKV_DEVICE float plain(float product) const { return product * scale_ * LOG2_E; }
+  // Where the row sees the key for certain and the rule is plain.
+  PAGEDKV_DEVICE float plain(float product) const { return product * log2_scale_; }
 
-  // In base 2, -inf where the row does not see the key.
+  // -inf where the row does not see the key.
   PAGEDKV_DEVICE float operator()(float product, const QueryRow& row, int key, bool is_visible) const {
-    float score = product * scale_;
-    if (p_.softcap > 0.0f) score = p_.softcap * tanh_fast(score / p_.softcap);
-    score += row.slope * static_cast<float>(key - row.mask.position);
-    return is_visible ? score * LOG2_E : NEGATIVE_INFINITY;
+    float score = plain(product);
+    if (!is_plain()) {
+      score *= LN_2;
+      if (p_.softcap > 0.0f) score = p_.softcap * tanh_fast(__fdividef(score, p_.softcap));
+      score = (score + row.slope * static_cast<float>(key - row.mask.position)) * LOG2_E;
+    }
+    return is_visible ? score : NEGATIVE_INFINITY;
   }
 
  private:
@@ -32,12 +35,26 @@ class ScoreRule {
   }
 
   const PagedAttentionParams& p_;
-  float scale_;
+  float log2_scale_;
 };
 
-// Bits 2 i and 2 i + 1 say whether to keep the halves of a register.
-PAGEDKV_DEVICE uint32_t halves_to_keep(uint32_t two_bits) {
-  return ((two_bits & 1) != 0 ? 0xffffu : 0u) | ((two_bits & 2) != 0 ? 0xffff0000u : 0u);
+// Zeroes the values of those of a warp's num_tokens keys, from `token` on, that no row sees: they may be NaN,
+// and 0 * NaN is NaN. Only a tree mask makes it necessary: without one the keys that some row sees have no
+// gaps, since queries are neighbours, and keys outside are not read.
+template <int ROW_BYTES>
+PAGEDKV_DEVICE void clear_unseen(const QueryRow* rows, int num_rows, int token, int num_tokens,
+                                 unsigned char* values) {
+  const int lane_idx = threadIdx.x % WARP_THREADS;
+#pragma unroll 1
+  for (int i = 0; i < num_tokens; ++i) {
+    bool is_seen = false;
+#pragma unroll 1
+    for (int row = lane_idx; row < num_rows; row += WARP_THREADS) {
+      is_seen |= rows[row].mask.visible(token + i);
+    }
+    if (__any_sync(FULL_WARP, is_seen)) continue;
+    if (lane_idx < ROW_BYTES / 16) store_vector(values + i * ROW_BYTES + lane_idx * 16, uint4{});
+  }
 }
 
 }  // namespace pagedkv::cuda

@@ -18,12 +18,17 @@ class Widener {
   PAGEDKV_DEVICE explicit Widener(DType dtype)
       : is_int8_(dtype == DType::int8), is_e4m3_(dtype == DType::float8_e4m3fn) {}
 
-  template <Pairing PAIRING>
-  PAGEDKV_DEVICE void operator()(uint32_t four, uint32_t& low, uint32_t& high) const {
-    if (is_int8_) {
-      widen_int8<PAIRING>(four, low, high);
+  PAGEDKV_DEVICE bool is_int8() const { return is_int8_; }
+
+  // Of each register the first pair to `low`, the other to `high`. IS_INT8 is is_int8(), asked once a tile.
+  template <bool IS_INT8, Pairing PAIRING>
+  PAGEDKV_DEVICE void widen(const uint32_t (&packed)[4], uint32_t (&low)[4], uint32_t (&high)[4]) const {
+    if constexpr (IS_INT8) {
+      for (int i = 0; i < 4; ++i) widen_int8<PAIRING>(packed[i], low[i], high[i]);
+    } else if constexpr (HAS_FLOAT8_CONVERSION && !IS_BFLOAT16) {
+      for (int i = 0; i < 4; ++i) convert_float8<PAIRING>(packed[i], low[i], high[i]);
     } else {
-      widen_float8<PAIRING>(four, low, high);
+      widen_float8<PAIRING>(packed, low, high);
     }
   }
 
@@ -50,28 +55,39 @@ class Widener {
   }
 
   template <Pairing PAIRING>
-  PAGEDKV_DEVICE void widen_float8(uint32_t four, uint32_t& low, uint32_t& high) const {
-    if constexpr (HAS_FLOAT8_CONVERSION && !IS_BFLOAT16) {
-      if constexpr (PAIRING == Pairing::transposed) four = byte_permute(four, 0, 0x3120);
-      if (is_e4m3_) {
-        low = convert_e4m3_pair(static_cast<uint16_t>(four));
-        high = convert_e4m3_pair(static_cast<uint16_t>(four >> 16));
-        return;
-      }
-      low = byte_permute(four, 0, 0x1404);  // float8_e5m2 is the upper half of a float16
+  PAGEDKV_DEVICE void convert_float8(uint32_t four, uint32_t& low, uint32_t& high) const {
+    if constexpr (PAIRING == Pairing::transposed) four = byte_permute(four, 0, 0x3120);
+    if (is_e4m3_) {
+      low = convert_e4m3_pair(static_cast<uint16_t>(four));
+      high = convert_e4m3_pair(static_cast<uint16_t>(four >> 16));
+    } else {  // float8_e5m2 is the upper half of a float16
+      low = byte_permute(four, 0, 0x1404);
       high = byte_permute(four, 0, 0x3424);
-      return;
     }
+  }
+
+  template <Pairing PAIRING>
+  PAGEDKV_DEVICE void widen_float8(const uint32_t (&packed)[4], uint32_t (&low)[4],
+                                   uint32_t (&high)[4]) const {
     constexpr uint32_t LOW = PAIRING == Pairing::neighbours ? 0x1404 : 0x2404;
     constexpr uint32_t HIGH = PAIRING == Pairing::neighbours ? 0x3424 : 0x3414;
-    low = rescaled(byte_permute(four, 0, LOW));
-    high = rescaled(byte_permute(four, 0, HIGH));
-    // The largest codes, NaN or e5m2's infinity, have become numbers: bit 7 of each such byte.
-    const uint32_t special = ((four & 0x7f7f7f7fu) + (is_e4m3_ ? 0x01010101u : 0x04040404u)) & 0x80808080u;
-    if (special != 0) {
-      low |= special_exponent(byte_permute(special, 0, LOW));
-      high |= special_exponent(byte_permute(special, 0, HIGH));
+    uint32_t any_special = 0;
+    for (int i = 0; i < 4; ++i) {
+      low[i] = rescaled(byte_permute(packed[i], 0, LOW));
+      high[i] = rescaled(byte_permute(packed[i], 0, HIGH));
+      any_special |= special_codes(packed[i]);
     }
+    if (any_special == 0) return;
+    for (int i = 0; i < 4; ++i) {
+      low[i] |= special_exponent(byte_permute(special_codes(packed[i]), 0, LOW));
+      high[i] |= special_exponent(byte_permute(special_codes(packed[i]), 0, HIGH));
+    }
+  }
+
+  // Bit 7 of each byte that holds one of the largest codes, NaN or e5m2's infinity, which rescaled() makes a
+  // number.
+  PAGEDKV_DEVICE uint32_t special_codes(uint32_t four) const {
+    return ((four & 0x7f7f7f7fu) + (is_e4m3_ ? 0x01010101u : 0x04040404u)) & 0x80808080u;
   }
 
   // Two float8 in the upper halves: their exponent and mantissa move to those of Query, and a multiplication
