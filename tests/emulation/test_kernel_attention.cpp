@@ -32,6 +32,7 @@ void check_every_kernel(DType query_dtype) {
     for (const int64_t head_dim : {48, 128, 256}) {
       check_paged_attention({query_dtype, cache_dtype, head_dim, 4, 2, 16, {1, 1}, {100, 3}});
       check_paged_attention({query_dtype, cache_dtype, head_dim, 4, 2, 5, {1, 9}, {70, 40}});
+      check_paged_attention({query_dtype, cache_dtype, head_dim, 2, 1, 16, {40, 0, 3}, {90, 5, 20}});
     }
   }
 }
@@ -62,6 +63,15 @@ TEST(kernel_attention_chunks) {
   check_paged_attention({FP16, FP16, 128, 2, 2, 16, {1, 0, 7}, {300, 5, 90}, 0, 48});
 }
 
+// Many rows a sequence: tiles of 64 and 128 rows, alone and with several CTAs to a row's keys.
+TEST(kernel_attention_prefill) {
+  check_paged_attention({BF16, BF16, 128, 2, 1, 5, {70}, {150}});
+  check_paged_attention({FP16, FP16, 256, 2, 1, 16, {70}, {70}});
+  check_paged_attention({FP16, E5M2, 64, 2, 1, 16, {70}, {80}});
+  check_paged_attention({BF16, INT8, 136, 2, 1, 3, {20}, {50}});
+  check_paged_attention({BF16, E4M3, 40, 64, 1, 16, {1, 1}, {600, 30}});
+}
+
 TEST(kernel_attention_options) {
   for (const DType dtype : {BF16, FP16, FP32}) {
     const AttentionShape mixed{dtype, dtype, 64, 4, 2, 7, {1, 12, 0, 30}, {90, 20, 3, 30}};
@@ -77,6 +87,10 @@ TEST(kernel_attention_options) {
     check_with([](AttentionShape& shape) { shape.causal = false; });
     check_with([](AttentionShape& shape) { shape.kv_starts = {70, 0, 0, 17}; });
     check_with([](AttentionShape& shape) { shape.max_tree = 12, shape.query_lens = {4, 12, 0, 9}; });
+    check_with([](AttentionShape& shape) {
+      shape.max_tree = 12, shape.num_heads = 20, shape.query_lens = {4, 12, 0, 9};
+    });
+    check_with([](AttentionShape& shape) { shape.window = 20, shape.num_heads = 20; });
     check_with([](AttentionShape& shape) { shape.value_head_dim = 40; });
     check_with([](AttentionShape& shape) { shape.head_dim = 40, shape.value_head_dim = 128; });
     check_with([](AttentionShape& shape) { shape.unaligned = true; });

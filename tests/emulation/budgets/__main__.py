@@ -4,7 +4,7 @@
 
 No kernel may spill registers. For the hot kernels, those named in limits.toml, the registers, the shared
 memory, the CTAs that fit an SM and the instructions of the main loop must keep to the limits there; --update
-writes the present figures into it. Needs nvcc, nvdisasm (`pip install nvidia-cuda-nvdisasm`, at least 13.2.51)
+writes the present figures into it. Needs nvcc, nvdisasm (`pip install nvidia-cuda-nvdisasm`, from 13.2.51 on)
 and, for the shared memory of each launch, the kernel tests in build/emulation.
 """
 

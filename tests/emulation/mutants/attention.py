@@ -14,7 +14,7 @@ def decode(
     build: str = "plain",
     report: str = FAILED_CHECK,
 ) -> Mutant:
-    """A fault in the tensor-core kernels, or in what they share."""
+    """A fault in the kernel for few query rows, or in what it shares with the others."""
     return Mutant(
         f"decode: {name}",
         "paged_attention/*.h",
@@ -30,6 +30,27 @@ def decode(
 def decode_race(name: str, text: str, replacement: str, *, test: str = "attention_bfloat16") -> Mutant:
     """One that is a race."""
     return decode(name, text, replacement, test=test, build="tsan", report=RACE)
+
+
+def prefill(
+    name: str,
+    text: str,
+    replacement: str,
+    *,
+    test: str = "attention_bfloat16",
+    report: str = FAILED_CHECK,
+) -> Mutant:
+    """A fault in the kernel for many query rows."""
+    return Mutant(
+        f"prefill: {name}",
+        "paged_attention/*.h",
+        text,
+        replacement,
+        unit="paged_attention/bfloat16.cu",
+        test=test,
+        build="tsan" if report == RACE else "plain",
+        report=report,
+    )
 
 
 def float32(
@@ -61,29 +82,35 @@ def float32_race(name: str, text: str, replacement: str) -> Mutant:
 
 BARRIERS = [
     decode_race(
-        "no barrier before the masks are read",
-        "masks()[threadIdx.x] = mask;\n    }\n    __syncthreads();",
-        "masks()[threadIdx.x] = mask;\n    }",
+        "no barrier before query and masks are read",
+        "rows.fill_rows(query_rows(), Tile::ROWS);\n    __syncthreads();",
+        "rows.fill_rows(query_rows(), Tile::ROWS);",
     ),
     decode_race(
         "no __syncwarp before keys are read",
-        "__syncwarp();\n      multiply_keys(",
-        "multiply_keys(",
+        "__syncwarp();\n      float score[NT][4];",
+        "float score[NT][4];",
     ),
     decode_race(
         "no __syncwarp before the keys' slot is used again",
-        "mask_scores(tile, score, seen);\n      __syncwarp();",
-        "mask_scores(tile, score, seen);",
+        "mask_scores(tile, score);\n      __syncwarp();",
+        "mask_scores(tile, score);",
     ),
     decode_race(
         "no __syncwarp before values are read",
-        "__syncwarp();\n      multiply_values(",
-        "multiply_values(",
+        "__syncwarp();\n      const int values_at",
+        "const int values_at",
     ),
     decode_race(
         "no __syncwarp before the values' slot is used again",
-        "score, sure, seen);\n      __syncwarp();",
-        "score, sure, seen);",
+        "multiply_values<false>(values_at, score);\n      }\n      __syncwarp();",
+        "multiply_values<false>(values_at, score);\n      }",
+    ),
+    decode_race(
+        "no __syncwarp after hidden values were cleared",
+        "shared_ + values_at);\n        __syncwarp();",
+        "shared_ + values_at);",
+        test="attention_options",
     ),
     decode_race(
         "no barrier before the merge takes the ring's memory",
@@ -92,19 +119,71 @@ BARRIERS = [
     ),
     decode_race(
         "no barrier before the warps' states are read",
-        "__syncthreads();\n    for (int i = threadIdx.x; i < num_rows_ * D;",
-        "for (int i = threadIdx.x; i < num_rows_ * D;",
+        "write_state(warps);\n      __syncthreads();",
+        "write_state(warps);",
     ),
     decode_race(
-        "no barrier before the folded maximum is replaced",
-        "__syncthreads();\n    if (static_cast<int>(threadIdx.x) < num_rows_) {\n      float max, sum;",
-        "if (static_cast<int>(threadIdx.x) < num_rows_) {\n      float max, sum;",
-        test="attention_split_invariance",
+        "no barrier before the factors of a fold are read",
+        "new_factors[row] = fold.new_factor;\n  }\n  __syncthreads();",
+        "new_factors[row] = fold.new_factor;\n  }",
     ),
     decode_race(
-        "no barrier after a chunk was folded",
-        "is_first_ = false;\n    __syncthreads();",
-        "is_first_ = false;",
+        "no barrier after a fold",
+        "begin == chunk_.fold_begin);\n      __syncthreads();",
+        "begin == chunk_.fold_begin);",
+    ),
+    decode_race(
+        "no barrier before normalisers are read",
+        "= normaliser.lse;\n    }\n    __syncthreads();",
+        "= normaliser.lse;\n    }",
+    ),
+    decode_race(
+        "no barrier before the next chunk is looked for",
+        "__syncthreads();\n  if (threadIdx.x < WARP_THREADS) {",
+        "if (threadIdx.x < WARP_THREADS) {",
+        test="attention_chunks",
+    ),
+    decode_race(
+        "no barrier before the chunk is read",
+        "__syncthreads();\n  return work.has_chunk;",
+        "return work.has_chunk;",
+    ),
+    prefill(
+        "no barrier before the query is read",
+        "rows.load_query(shared_ + Tile::query_at(tile_rows), tile_rows);\n    __syncthreads();",
+        "rows.load_query(shared_ + Tile::query_at(tile_rows), tile_rows);",
+        report=RACE,
+    ),
+    prefill(
+        "no barrier before the buffers take the query's place",
+        "__syncthreads();  // the buffers take",
+        "// the buffers take",
+        report=RACE,
+    ),
+    prefill(
+        "no barrier before a tile is read",
+        "__syncthreads();  // the tile is there",
+        "// the tile is there",
+        report=RACE,
+    ),
+    prefill(
+        "no barrier after hidden values were cleared",
+        "first * Tile::ROW_BYTES);\n        __syncthreads();",
+        "first * Tile::ROW_BYTES);",
+        test="attention_options",
+        report=RACE,
+    ),
+    prefill(
+        "no barrier before the state takes the buffers' place",
+        "__syncthreads();  // all warps are done with query",
+        "// all warps are done with query",
+        report=RACE,
+    ),
+    prefill(
+        "no barrier before the state is read",
+        "write_state(acc, max, max + tile_rows);\n    __syncthreads();",
+        "write_state(acc, max, max + tile_rows);",
+        report=RACE,
     ),
     float32_race(
         "no barrier before the query is read",
@@ -126,65 +205,62 @@ BARRIERS = [
 ASYNC_COPIES = [
     decode(
         "wait for keys one group short",
-        "cp_async_wait<Tile::SLOTS - 1>();\n      __syncwarp();\n      multiply_keys(",
-        "cp_async_wait<Tile::SLOTS>();\n      __syncwarp();\n      multiply_keys(",
+        "cp_async_wait<Tile::SLOTS - 1>();\n      __syncwarp();\n      float score",
+        "cp_async_wait<Tile::SLOTS>();\n      __syncwarp();\n      float score",
     ),
     decode(
         "wait for values one group short",
-        "cp_async_wait<Tile::SLOTS - 1>();\n      __syncwarp();\n      multiply_values(",
-        "cp_async_wait<Tile::SLOTS>();\n      __syncwarp();\n      multiply_values(",
+        "cp_async_wait<Tile::SLOTS - 1>();\n      __syncwarp();\n      const int values_at",
+        "cp_async_wait<Tile::SLOTS>();\n      __syncwarp();\n      const int values_at",
+    ),
+    prefill(
+        "wait for a tile one group short",
+        "cp_async_wait<0>();\n      __syncthreads();  // the tile",
+        "cp_async_wait<1>();\n      __syncthreads();  // the tile",
     ),
     decode(
         "copies keys that have no block",
-        "cp_async_16(destination, source, offset >= 0 && first < head_dim)",
-        "cp_async_16(destination, source, first < head_dim)",
+        "offset >= 0 && first < dim);",
+        "first < dim);",
         build="asan",
         report=r"cp.async: source \S+ is not aligned|AddressSanitizer",
     ),
     decode(
-        "copies inverted: the keys that have no block",
-        "cp_async_16(destination, source, offset >= 0 && first < head_dim)",
-        "cp_async_16(destination, source, offset < 0 && first < head_dim)",
+        "inverted: copies the keys that have no block",
+        "offset >= 0 && first < dim);",
+        "offset < 0 && first < dim);",
         build="asan",
         report=r"cp.async: source \S+ is not aligned|AddressSanitizer",
-    ),
-    decode(
-        "ring of shared memory without a swizzle",
-        "return row * BYTES_PER_ROW + ((chunk ^ (row & 7)) << 4);",
-        "return row * BYTES_PER_ROW + (chunk << 4);",
-        report=r"num_ldmatrix_with_conflicts == 0",
-        test="traffic_shared_memory_without_conflicts",
-    ),
-    decode(
-        "a tile's tail is copied past the sequence's end",
-        "if (token >= keys_begin_ && token < chunk_end_) block",
-        "if (token >= keys_begin_) block",
-        report=r"num_bytes ==",
-        test="traffic_reads_visible_keys_alone",
     ),
     decode(
         "keys before the window are copied",
-        "if (token >= keys_begin_ && token < chunk_end_) block",
-        "if (token < chunk_end_) block",
-        report=r"num_bytes ==",
+        "is_wanted &= token >= chunk_.keys.begin && token < chunk_.keys.end;",
+        "is_wanted &= token < chunk_.keys.end;",
         test="traffic_reads_visible_keys_alone",
+        report=r"num_bytes ==",
+    ),
+    prefill(
+        "a tile's tail is copied past the sequence's end",
+        "is_wanted &= token >= chunk_.keys.begin && token < chunk_.keys.end;",
+        "is_wanted &= token >= chunk_.keys.begin;",
     ),
 ]
 
 FRAGMENTS = [
     decode(
         "values loaded without .trans",
-        "ldmatrix_x4_trans(loaded, values + Tile::template swizzled<Tile::ROW_BYTES>(token, chunk));\n"
-        "        multiply_value_step(step, loaded,",
-        "ldmatrix_x4(loaded, values + Tile::template swizzled<Tile::ROW_BYTES>(token, chunk));\n"
-        "        multiply_value_step(step, loaded,",
+        "ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step));",
+        "ldmatrix_x4(loaded, shared_ + values.at(CACHE_BYTES * step));",
+    ),
+    prefill(
+        "values loaded without .trans",
+        "ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step) + column",
+        "ldmatrix_x4(loaded, shared_ + values.at(CACHE_BYTES * step) + column",
     ),
     decode(
         "the weights' two registers swapped",
-        "b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));\n"
-        "      b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][2], weight[nt][3]));",
-        "b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));\n"
-        "      b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][2], weight[nt][3]));",
+        "b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));\n      b[nt][1] =",
+        "b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));\n      b[nt][0] =",
     ),
     decode(
         "weights not transposed",
@@ -193,74 +269,83 @@ FRAGMENTS = [
     ),
     decode(
         "matrices of keys in another order",
-        "const int token = matrix_row + (matrix & 1) * 8, half = matrix >> 1;",
-        "const int token = matrix_row + (matrix >> 1) * 8, half = matrix & 1;",
+        "keys(keys_at, lane_ % 16, lane_ / 16);",
+        "keys(keys_at, lane_ / 16 * 8 + lane_ % 8, lane_ / 8 % 2);",
     ),
     decode(
-        "second half of the query's registers read twice",
-        "chunk = 2 * step + lane_ / 8 % 2;",
-        "chunk = 2 * step + 1;",
+        "the query's two registers swapped",
+        "a[1], {b[2], b[3]});",
+        "a[1], {b[3], b[2]});",
+    ),
+    prefill(
+        "the keys' two registers swapped",
+        "score[column + 1], a, {loaded[2], loaded[3]});",
+        "score[column + 1], a, {loaded[3], loaded[2]});",
+    ),
+    prefill(
+        "halves of a weight swapped",
+        "pack2<Query>(part[i % 2 * 2], part[i % 2 * 2 + 1]);",
+        "pack2<Query>(part[i % 2 * 2 + 1], part[i % 2 * 2]);",
     ),
 ]
 
 MASKS_AND_INDICES = [
     decode(
         "hidden keys are scored",
-        "if (!visible) value = NEGATIVE_INFINITY;",
-        "",
+        "return is_visible ? score : NEGATIVE_INFINITY;",
+        "return score;",
     ),
     decode(
         "keys without a block are scored",
-        "row < num_rows_ && (has_block >> key & 1) != 0 &&",
-        "row < num_rows_ &&",
+        "(has_block >> key & 1) != 0 && row.mask",
+        "row.mask",
         test="attention_hole",
     ),
     decode(
+        "keys that the first row sees are taken for seen by all",
+        "return {last.mask.begin,",
+        "return {first.mask.begin,",
+        test="attention_options",
+    ),
+    decode(
         "values of hidden keys meet weight 0",
-        "a[0] &= keep_low;",
-        "",
+        "if (__any_sync(FULL_WARP, is_seen)) continue;",
+        "continue;",
         test="attention_options",
     ),
     decode(
         "unguarded look-up of a page",
-        "block = block_of_token(p_, piece_.seq_idx, token);",
-        "block = p_.block_tables[piece_.seq_idx * p_.block_tables_seq_stride + token / p_.block_size];",
+        "static_cast<int>(block_of_token(p_, chunk_.piece.seq_idx, token))",
+        "p_.block_tables[chunk_.piece.seq_idx * p_.block_tables_seq_stride + token / p_.block_size]",
+        test="attention_hole",
         build="asan",
         report="AddressSanitizer",
-        test="attention_hole",
     ),
     decode(
-        "offset of a key in 32 bits",
-        "block < 0 ? -1 : cache_offset(key_cache_strides(p_),",
-        "block < 0 ? -1 : (int)cache_offset(key_cache_strides(p_),",
+        "offset of a row in 32 bits",
+        "return cache_offset(strides, block_,",
+        "return (int)cache_offset(strides, block_,",
         test="huge_cache",
     ),
     decode(
-        "offset of a value in 32 bits",
-        "block < 0 ? -1 : cache_offset(value_cache_strides(p_),",
-        "block < 0 ? -1 : (int)cache_offset(value_cache_strides(p_),",
-        test="huge_cache",
-    ),
-    decode(
-        "values of KV head 0 for every head",
-        "cache_offset(value_cache_strides(p_), block, token_in_block, piece_.kv_head_idx);\n"
-        "    const uint32_t has_block",
-        "cache_offset(value_cache_strides(p_), block, token_in_block, 0);\n    const uint32_t has_block",
+        "rows of KV head 0 for every head",
+        "block_, token_in_block_, chunk_.piece.kv_head_idx);",
+        "block_, token_in_block_, 0);",
     ),
     decode(
         "scale of KV head 0 for every head",
-        "p_.softmax_scale * scale_of(p_.k_scale, p_.k_scale_value, piece_.kv_head_idx)",
-        "p_.softmax_scale * scale_of(p_.k_scale, p_.k_scale_value, 0)",
+        "scale_of(p.k_scale, p.k_scale_value, kv_head_idx) * LOG2_E",
+        "scale_of(p.k_scale, p.k_scale_value, 0) * LOG2_E",
         test="attention_options",
     ),
     float32(
         "unguarded look-up of a page",
         "mask.visible(token) ? block_of_token(p, piece.seq_idx, token) : -1;",
-        "mask.visible(token) ? p.block_tables[piece.seq_idx * p.block_tables_seq_stride\n"
-        "        + token / p.block_size] : -1;",
+        "mask.visible(token)\n"
+        "    ? p.block_tables[piece.seq_idx * p.block_tables_seq_stride + token / p.block_size] : -1;",
+        test="attention_hole",
         build="asan",
         report="AddressSanitizer",
-        test="attention_hole",
     ),
     decode(
         "padding rows are not filled",
@@ -272,26 +357,31 @@ MASKS_AND_INDICES = [
 SOFTMAX = [
     decode(
         "the sum is not rescaled when the maximum rises",
-        "sum_[nt][e] *= factor;",
+        "sum[nt][e] *= factor;",
+        "",
+    ),
+    prefill(
+        "the sum is not rescaled when the maximum rises",
+        "sum_[row] *= factor;",
         "",
     ),
     decode(
         "log-sum-exp in base 2",
-        "normaliser_of(p_, head_idx, fold_max()[row] * LN_2, fold_sum()[row])",
-        "normaliser_of(p_, head_idx, fold_max()[row], fold_sum()[row])",
+        "max[row] * LN_2, sum[row])",
+        "max[row], sum[row])",
         report="lse_is_close",
     ),
     decode(
         "combine: chunks out of order",
-        "for (int64_t chunk = 0; chunk < launch.num_chunks; ++chunk) {",
-        "for (int64_t chunk = launch.num_chunks; chunk-- > 0;) {",
-        report=r"spread_\w+ == gathered_\w+",
+        "for (int chunk = chunks.x; chunk <= chunks.y; ++chunk) {",
+        "for (int chunk = chunks.y; chunk >= chunks.x; --chunk) {",
         test="attention_split_invariance",
+        report=r"spread_\w+ == gathered_\w+",
     ),
     decode(
-        "combine: empty chunks taken for the full ones",
-        "if (state.x == NEGATIVE_INFINITY) continue;",
-        "if (state.x != NEGATIVE_INFINITY) continue;",
+        "combine: the first chunk's state taken from the wrong place",
+        "state_idx_of(launch, chunk, chunk == chunks.x);",
+        "state_idx_of(launch, chunk, chunk != chunks.x);",
         test="attention_chunks",
     ),
 ]
