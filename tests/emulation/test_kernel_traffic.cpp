@@ -76,7 +76,7 @@ TEST(kernel_traffic_reads_visible_keys_alone) {
 TEST(kernel_traffic_shared_memory_without_conflicts) {
   for (const DType cache_dtype : {DType::bfloat16, DType::float8_e4m3fn}) {
     for (const int64_t head_dim : {64, 128, 256}) {
-      for (const int32_t query_len : {1, 9}) {
+      for (const int32_t query_len : {1, 9, 40}) {
         AttentionCase attention({DType::bfloat16, cache_dtype, head_dim, 4, 1, 16, {query_len}, {200}});
         const Traffic traffic = measure(attention);
         std::printf("  %s, head_dim %3d, %2d rows: %d ldmatrix, %d with conflicts; worst conflict %.2f\n",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 FUNCTION = re.compile(r"^\.text\.(\S+):")
 LABEL = re.compile(r"^(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)(.*)")
+JUMPS = ("BRA", "CALL", "EXIT", "RET", "BRX")
 # What the main loop of an attention kernel is known by: it copies keys or values, loads and multiplies them.
 MAIN_LOOP_NEEDS = {"HMMA", "LDSM", "LDGSTS"}
 
@@ -48,19 +49,20 @@ def control_flow(lines: list[str]) -> list[Block]:
     for line in lines:
         label, instruction = LABEL.match(line), INSTRUCTION.match(line)
         if label:
-            begin_block()
+            if blocks[-1].opcodes:
+                begin_block()
             number_of_label[label.group(1)] = len(blocks) - 1
-            falls_through = True
         elif instruction:
             predicate, opcode, operands = instruction.groups()
             blocks[-1].opcodes.append(opcode)
-            if opcode.split(".")[0] in ("BRA", "EXIT", "RET", "BRX", "CALL", "BREAK", "BSYNC"):
+            kind = opcode.split(".")[0]
+            if kind in JUMPS:
                 target = re.search(r"\.L_x_\d+", operands)
                 if target:
                     jumps.append((len(blocks) - 1, target.group()))
-                ends = opcode.split(".")[0] in ("BRA", "EXIT", "RET", "BRX")
-                # A branch may carry its predicate as an operand too: BRA P0, `(.L_x_1).
-                falls_through = not ends or predicate is not None or bool(re.match(r"\s*!?U?P\d", operands))
+                # A condition may also be an operand before the target: BRA.DIV UR4, `(.L_x_1).
+                is_conditional = predicate is not None or (kind == "BRA" and operands.strip()[0] != "`")
+                falls_through = is_conditional or kind == "CALL"
                 begin_block()
                 falls_through = True
     for number, target_label in jumps:
