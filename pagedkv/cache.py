@@ -382,10 +382,7 @@ class PagedKVCache(Capacity, Observability):
 
     def _make_caches(self, head_dim: int) -> list[torch.Tensor]:
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, head_dim)
-        return [
-            torch.empty(shape, dtype=self.kv_dtype, device=self.device)
-            for _ in range(self._groups.num_tensors)
-        ]
+        return [_pool.make_pool(shape, self.kv_dtype, self.device) for _ in range(self._groups.num_tensors)]
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
