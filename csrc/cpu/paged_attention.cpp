@@ -74,12 +74,12 @@ void find_keys(const PagedAttentionParams& p, AttentionTask& task) {
   task.keys_begin = std::min(task.keys_begin, task.keys_end);
 }
 
-// How many KV heads of a sequence one decode task takes: all where a token's heads lie side by side, so that
-// memory is read in order, but no more than leaves every thread some tasks.
+// How many KV heads of a sequence one decode task takes: all, so that memory is read in order, but no more
+// than leaves every thread some tasks.
 int64_t heads_per_decode(const PagedAttentionParams& p) {
-  if (p.key_cache_head_stride > p.key_cache_token_stride) return 1;
-  const int64_t num_units = p.num_seqs * p.num_kv_heads;
-  return std::clamp<int64_t>(num_units / (TASKS_PER_THREAD * omp_get_max_threads()), 1, p.num_kv_heads);
+  const int64_t num_threads = omp_get_max_threads(), num_units = p.num_seqs * p.num_kv_heads;
+  if (num_threads == 1) return p.num_kv_heads;
+  return std::clamp<int64_t>(num_units / (TASKS_PER_THREAD * num_threads), 1, p.num_kv_heads);
 }
 
 std::vector<Unit> list_units(const PagedAttentionParams& p) {

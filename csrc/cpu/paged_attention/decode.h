@@ -4,8 +4,9 @@
 // in tiles of TOKENS. The scores of 4 tokens and DECODE_ROWS rows are a register tile of dot products, summed
 // across lanes once they are whole; values are added up for DECODE_ROWS rows and a few vectors of head_dim.
 //
-// Bytes: K and V once. The next tile's rows are fetched into the L2 cache meanwhile (the T1 hint): a tile's
-// rows lie too far apart for the hardware's own prefetchers, and the L1 cache is too small to run ahead in.
+// Bytes: K and V once. Random pieces of memory come at half the speed of a stream, so a task takes the heads
+// that lie side by side, and while it works on a tile it fetches the next one in the order of memory, a line
+// at a time, into the L2 cache (the T1 hint: the L1 cache is too small to run ahead in).
 #pragma once
 
 #include <cstring>
@@ -18,6 +19,53 @@
 namespace pagedkv::cpu {
 namespace {  // each instruction set has a copy of its own
 
+// Fetches the rows of a tile, [num_tokens, num_heads], one after the other in the order in which they lie.
+class Fetcher {
+ public:
+  Fetcher() = default;
+  template <class Cache>
+  Fetcher(const Cache* cache, const int64_t* token_offsets, int num_tokens, int64_t token_stride,
+          int64_t head_stride, int64_t num_heads, int64_t head_dim)
+      : token_offsets_(token_offsets),
+        element_size_(sizeof(Cache)),
+        head_stride_(head_stride * element_size_),
+        row_bytes_(head_dim * element_size_),
+        heads_first_(head_stride < token_stride),
+        num_inner_(heads_first_ ? static_cast<int>(num_heads) : num_tokens),
+        num_outer_(num_tokens == 0 ? 0
+                   : heads_first_  ? num_tokens
+                                   : static_cast<int>(num_heads)),
+        head_(reinterpret_cast<const char*>(cache)) {
+    if (num_outer_ > 0) row_ = head_ + token_offsets_[0] * element_size_;
+  }
+
+  void fetch_row() {
+    if (outer_ == num_outer_) return;
+    for (int64_t byte = 0; byte < row_bytes_; byte += 64) _mm_prefetch(row_ + byte, _MM_HINT_T1);
+    const bool wraps = ++inner_ == num_inner_;
+    if (wraps) {
+      inner_ = 0;
+      if (++outer_ == num_outer_) return;
+      if (!heads_first_) head_ += head_stride_;
+    }
+    if (heads_first_ && !wraps) {
+      row_ += head_stride_;
+    } else {
+      row_ = head_ + token_offsets_[heads_first_ ? outer_ : inner_] * element_size_;
+    }
+  }
+  void fetch_all() {
+    while (outer_ < num_outer_) fetch_row();
+  }
+
+ private:
+  const int64_t* token_offsets_ = nullptr;  // [num_tokens] of the first head
+  int64_t element_size_ = 0, head_stride_ = 0, row_bytes_ = 0;
+  bool heads_first_ = false;
+  int num_inner_ = 0, num_outer_ = 0, inner_ = 0, outer_ = 0;
+  const char *head_ = nullptr, *row_ = nullptr;
+};
+
 template <class Math>
 class Decode {
   using Isa = typename Math::Isa;
@@ -28,17 +76,13 @@ class Decode {
   static constexpr int TOKENS = 32;
   static constexpr int ROWS = Isa::DECODE_ROWS;
   static constexpr int MAX_ROWS = AttentionKernels::DECODE_ROWS;
-  static constexpr int LINE_ELEMENTS = 64 / sizeof(Cache);
+  static constexpr int64_t TILE_BYTES = 256 * 1024;  // of K and V of all heads: two tiles are in the L2 cache
 
   using TileRows = cpu::TileRows<TOKENS>;
   // The rows of one KV head in a tile; beyond num_tokens, rows of zeros.
   struct Rows {
+    int num_padded;  // tokens, to a whole vector of them
     const Cache *key[TOKENS], *value[TOKENS];
-  };
-  // What is fetched meanwhile.
-  struct Ahead {
-    const Cache *key_cache, *value_cache;  // null: nothing
-    const TileRows* rows;
   };
 
  public:
@@ -53,6 +97,8 @@ class Decode {
     const auto pad = [](int64_t dim) { return ceil_div(dim, 64) * 64; };
     padded_key_dim_ = pad(p.head_dim);
     padded_value_dim_ = pad(p.value_head_dim);
+    const int64_t token_bytes = task.num_kv_heads * (p.head_dim + p.value_head_dim) * sizeof(Cache);
+    tile_tokens_ = TOKENS * token_bytes <= TILE_BYTES ? TOKENS : TOKENS / 2;
     const int64_t num_rows = task.num_kv_heads * group_;
     Arena arena(memory);
     query_ = arena.take<uint32_t>(num_rows * padded_key_dim_ / Math::PACK);
@@ -67,24 +113,30 @@ class Decode {
     start();
     TileRows tiles[2];
     const auto find_rows = [&](int32_t token, TileRows& rows) {
-      rows.find(p_, task_, token, min_of(token + TOKENS, task_.keys_end));
+      rows.find(p_, task_, token, min_of(token + tile_tokens_, task_.keys_end));
     };
     int32_t token = task_.keys_begin;
-    if (token < task_.keys_end) find_rows(token, tiles[0]);
-    for (int current = 0; token < task_.keys_end; token += TOKENS, current ^= 1) {
-      const bool is_last = token + TOKENS >= task_.keys_end;
-      if (!is_last) find_rows(token + TOKENS, tiles[current ^ 1]);
-      for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
-        Ahead ahead{nullptr, nullptr, nullptr};
-        if (head + 1 < task_.num_kv_heads) {
-          ahead = {key_cache(head + 1), value_cache(head + 1), &tiles[current]};
-        } else if (!is_last) {
-          ahead = {key_cache(0), value_cache(0), &tiles[current ^ 1]};
-        }
-        attend_tile(head, token, tiles[current], ahead);
-      }
+    if (token < task_.keys_end) {
+      find_rows(token, tiles[0]);
+      fetch_from(tiles[0]);
+      next_keys_.fetch_all();
+      next_values_.fetch_all();
+    }
+    for (int current = 0; token < task_.keys_end; token += tile_tokens_, current ^= 1) {
+      TileRows& next = tiles[current ^ 1];
+      next.num_tokens = 0;
+      if (token + tile_tokens_ < task_.keys_end) find_rows(token + tile_tokens_, next);
+      fetch_from(next);
+      for (int64_t head = 0; head < task_.num_kv_heads; ++head) attend_tile(head, token, tiles[current]);
     }
     finish(partial_rows);
+  }
+
+  void fetch_from(const TileRows& tile) {
+    next_keys_ = Fetcher(key_cache(0), tile.key, tile.num_tokens, p_.key_cache_token_stride,
+                         p_.key_cache_head_stride, task_.num_kv_heads, p_.head_dim);
+    next_values_ = Fetcher(value_cache(0), tile.value, tile.num_tokens, p_.value_cache_token_stride,
+                           p_.value_cache_head_stride, task_.num_kv_heads, p_.value_head_dim);
   }
 
   void start() {
@@ -108,14 +160,15 @@ class Decode {
            (task_.kv_head_idx + head) * p_.value_cache_head_stride;
   }
 
-  void attend_tile(int64_t head, int32_t token, const TileRows& tile, const Ahead& ahead) {
+  void attend_tile(int64_t head, int32_t token, const TileRows& tile) {
     Rows rows;
+    rows.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
     const Cache *keys = key_cache(head), *values = value_cache(head);
     for (int i = 0; i < tile.num_tokens; ++i) {
       rows.key[i] = keys + tile.key[i];
       rows.value[i] = values + tile.value[i];
     }
-    for (int i = tile.num_tokens; i < TOKENS; ++i) rows.key[i] = rows.value[i] = zeros_;
+    for (int i = tile.num_tokens; i < rows.num_padded; ++i) rows.key[i] = rows.value[i] = zeros_;
 
     alignas(64) float score[MAX_ROWS][TOKENS];
     alignas(64) uint32_t weight[MAX_ROWS][TOKENS / Math::PACK];
@@ -123,8 +176,7 @@ class Decode {
     const int64_t first_row = head * group_;
     const uint32_t* query = query_ + first_row * padded_key_dim_ / Math::PACK;
     for_rows([&]<int NUM_ROWS>(int row) {
-      multiply_keys<NUM_ROWS>(rows, query + row * padded_key_dim_ / Math::PACK, score + row,
-                              row == 0 ? &ahead : nullptr);
+      multiply_keys<NUM_ROWS>(rows, query + row * padded_key_dim_ / Math::PACK, score + row, row == 0);
     });
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int row = 0; row < group_; ++row) {
@@ -132,7 +184,7 @@ class Decode {
     }
     for_rows([&]<int NUM_ROWS>(int row) {
       multiply_values<NUM_ROWS>(rows, weight + row, factor + row,
-                                acc_ + (first_row + row) * padded_value_dim_, row == 0 ? &ahead : nullptr);
+                                acc_ + (first_row + row) * padded_value_dim_, row == 0);
     });
   }
 
@@ -152,25 +204,17 @@ class Decode {
     }
   }
 
-  static void fetch(const Cache* row, int64_t size) {
-    for (int64_t i = 0; i < size; i += LINE_ELEMENTS) _mm_prefetch(row + i, _MM_HINT_T1);
-  }
-
   // score[row][token] = query row . key
   template <int NUM_ROWS>
-  void multiply_keys(const Rows& rows, const uint32_t* query, float (*score)[TOKENS],
-                     const Ahead* ahead) const {
+  void multiply_keys(const Rows& rows, const uint32_t* query, float (*score)[TOKENS], bool fetches) {
     const int64_t query_stride = padded_key_dim_ / Math::PACK;
-    const bool fetches = ahead != nullptr && ahead->key_cache != nullptr;
-    for (int token = 0; token < TOKENS; token += WIDTH) {
+    for (int token = 0; token < rows.num_padded; token += WIDTH) {
       Float quad[NUM_ROWS][WIDTH / 4];
 #pragma GCC unroll 4
       for (int i = 0; i < WIDTH / 4; ++i) {
         const Cache* const* key = rows.key + token + 4 * i;
         if (fetches) {
-          for (int t = token + 4 * i; t < min_of(token + 4 * i + 4, ahead->rows->num_tokens); ++t) {
-            fetch(ahead->key_cache + ahead->rows->key[t], p_.head_dim);
-          }
+          for (int t = 0; t < 4; ++t) next_keys_.fetch_row();
         }
         Float dot[NUM_ROWS][4];
 #pragma GCC unroll 4
@@ -216,12 +260,13 @@ class Decode {
   float weigh(int64_t row, const ScoreRule<Isa>& rule, int32_t first_token, int num_tokens,
               const float (&score)[TOKENS], uint32_t (&weight)[TOKENS / Math::PACK]) {
     constexpr int VECTORS = TOKENS / WIDTH;
+    const int num_vectors = static_cast<int>(ceil_div(num_tokens, WIDTH));
     const Float hidden = Isa::set(-std::numeric_limits<float>::infinity());
     Float x[VECTORS], tile_largest = hidden;
     const float slope = p_.alibi_slopes != nullptr ? p_.alibi_slopes[task_.kv_head_idx * group_ + row] : 0.0f;
     const auto position = p_.context_lens[task_.seq_idx] - 1;
 #pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; ++i) {
+    for (int i = 0; i < num_vectors; ++i) {
       x[i] = Isa::load(score + i * WIDTH);
       if (rule.adjusts) {
         const auto distance = static_cast<float>(first_token + i * WIDTH - position);
@@ -234,7 +279,7 @@ class Decode {
     const float largest = max_of(before, Isa::largest(tile_largest));
     Float tile_sum = Isa::set(0.0f);
 #pragma GCC unroll 4
-    for (int i = 0; i < VECTORS; ++i) {
+    for (int i = 0; i < num_vectors; ++i) {
       const Float y = exp2_of<Isa>(Isa::mul(Isa::sub(x[i], Isa::set(largest)), Isa::set(rule.factor())));
       tile_sum = Isa::add(tile_sum, y);
       Math::pack_tokens(weight + i * WIDTH / Math::PACK, y);
@@ -249,27 +294,30 @@ class Decode {
   // loses no digits to a running sum.
   template <int NUM_ROWS>
   void multiply_values(const Rows& rows, const uint32_t (*weight)[TOKENS / Math::PACK], const float* factor,
-                       float* acc, const Ahead* ahead) const {
+                       float* acc, bool fetches) {
     constexpr int MANY = NUM_ROWS <= 2 && WIDTH == 16 ? 8 : 4;
-    for (int64_t dim = 0; dim < p_.value_head_dim;) {
-      const bool first = dim == 0;
-      const Ahead* fetched = first && ahead != nullptr && ahead->key_cache != nullptr ? ahead : nullptr;
+    constexpr int FEW = 4;
+    const auto num_passes = static_cast<int>(ceil_div(p_.value_head_dim, MANY * WIDTH));
+    int64_t dim = 0;
+    for (int pass = 0; dim < p_.value_head_dim; ++pass) {
+      // As many rows with each step as bring in PACK rows for PACK tokens by the last pass.
+      const int fetched = fetches ? Math::PACK * (pass + 1) / num_passes - Math::PACK * pass / num_passes : 0;
       if (dim + MANY * WIDTH <= p_.value_head_dim) {
         multiply_value_vectors<NUM_ROWS, MANY, true>(rows, weight, factor, acc, dim, fetched);
         dim += MANY * WIDTH;
-      } else if (dim + 4 * WIDTH <= p_.value_head_dim) {
-        multiply_value_vectors<NUM_ROWS, 4, true>(rows, weight, factor, acc, dim, fetched);
-        dim += 4 * WIDTH;
+      } else if (dim + FEW * WIDTH <= p_.value_head_dim) {
+        multiply_value_vectors<NUM_ROWS, FEW, true>(rows, weight, factor, acc, dim, fetched);
+        dim += FEW * WIDTH;
       } else {
-        multiply_value_vectors<NUM_ROWS, 4, false>(rows, weight, factor, acc, dim, fetched);
-        dim += 4 * WIDTH;
+        multiply_value_vectors<NUM_ROWS, FEW, false>(rows, weight, factor, acc, dim, fetched);
+        dim += FEW * WIDTH;
       }
     }
   }
 
   template <int NUM_ROWS, int VECTORS, bool WHOLE>
   void multiply_value_vectors(const Rows& rows, const uint32_t (*weight)[TOKENS / Math::PACK],
-                              const float* factor, float* acc, int64_t dim, const Ahead* ahead) const {
+                              const float* factor, float* acc, int64_t dim, int fetched) {
     constexpr int LOADED = Math::OPERANDS * Math::PACK;  // vectors of one load of PACK tokens
     static_assert(VECTORS % LOADED == 0);
     Float sum[NUM_ROWS][VECTORS];
@@ -278,12 +326,8 @@ class Decode {
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; ++i) sum[row][i] = Isa::set(0.0f);
     }
-    for (int token = 0; token < TOKENS; token += Math::PACK) {
-      if (ahead != nullptr) {
-        for (int t = token; t < min_of(token + Math::PACK, ahead->rows->num_tokens); ++t) {
-          fetch(ahead->value_cache + ahead->rows->value[t], p_.value_head_dim);
-        }
-      }
+    for (int token = 0; token < rows.num_padded; token += Math::PACK) {
+      for (int i = 0; i < fetched; ++i) next_values_.fetch_row();
       Operand x[VECTORS / LOADED][LOADED];
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS / LOADED; ++i) {
@@ -339,7 +383,8 @@ class Decode {
 
   const PagedAttentionParams& p_;
   const AttentionTask& task_;
-  int group_;
+  int group_, tile_tokens_;
+  Fetcher next_keys_, next_values_;  // of the next tile
   int64_t padded_key_dim_, padded_value_dim_, memory_;
   uint32_t* query_;        // [num_kv_heads * group, padded_key_dim / PACK]
   float* acc_;             // [num_kv_heads * group, padded_value_dim], in the order of interleave
