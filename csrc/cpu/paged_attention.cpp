@@ -157,15 +157,11 @@ void attend(const PagedAttentionParams& p, const AttentionKernels& kernels) {
     const auto [unit_idx, chunk_idx] = chunks.tasks[task_idx];
     const Unit& unit = units[unit_idx];
     const AttentionTask task = chunk_of(unit, chunk_idx, chunks.chunk_tokens);
-    const int64_t num_floats = unit.num_rows() * PartialRows::stride(p);
-    thread_local std::vector<float> whole;
-    float* rows = partial_rows.get() + unit.partial_begin + chunk_idx * num_floats;
-    if (unit.num_chunks == 1) {
-      if (static_cast<int64_t>(whole.size()) < num_floats) whole.resize(num_floats);
-      rows = whole.data();
+    float* rows = nullptr;
+    if (unit.num_chunks > 1) {
+      rows = partial_rows.get() + unit.partial_begin + chunk_idx * unit.num_rows() * PartialRows::stride(p);
     }
     (unit.is_decode ? kernels.decode : kernels.prefill)(p, task, rows);
-    if (unit.num_chunks == 1) kernels.store(p, task, rows, 1);
   });
   if (chunks.num_floats == 0) return;
   parallel_for(static_cast<int64_t>(units.size()), 1, [&](int64_t unit_idx) {

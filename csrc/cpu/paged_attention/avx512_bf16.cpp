@@ -36,7 +36,7 @@ struct PairMathOf {
 
 }  // namespace
 
-extern const AttentionKernels AVX512_BF16_KERNELS = KernelTable<Avx512, PairMathOf>::KERNELS;
+extern const AttentionKernels AVX512_BF16_KERNELS = KernelTable<Avx512Bf16, PairMathOf>::KERNELS;
 
 }  // namespace pagedkv::cpu
 

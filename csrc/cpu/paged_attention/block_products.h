@@ -17,15 +17,16 @@ struct BlockProducts {
   // Tokens, or dimensions, of a register tile: enough accumulators to keep the multipliers busy.
   static constexpr int TILE = ROW_VECTORS == 4 ? 4 : WIDTH == 16 ? 8 : 4;
 
-  // score[token][row] for `num_tokens` (even) keys of num_dwords each; query is [num_dwords][ROWS].
+  // score[token][row] for `num_tokens` (even) keys of num_dwords each; query is [num_dwords][ROWS]. Raises
+  // largest[row] to the largest score.
   static void multiply_keys(const uint32_t* keys, int64_t key_stride, int num_dwords, int num_tokens,
-                            const uint32_t* query, float* score) {
+                            const uint32_t* query, float* score, float* largest) {
     int token = 0;
     for (; token + TILE <= num_tokens; token += TILE) {
-      key_tile<TILE>(keys + token * key_stride, key_stride, num_dwords, query, score + token * ROWS);
+      key_tile<TILE>(keys + token * key_stride, key_stride, num_dwords, query, score + token * ROWS, largest);
     }
     for (; token < num_tokens; token += 2) {
-      key_tile<2>(keys + token * key_stride, key_stride, num_dwords, query, score + token * ROWS);
+      key_tile<2>(keys + token * key_stride, key_stride, num_dwords, query, score + token * ROWS, largest);
     }
   }
 
@@ -41,7 +42,7 @@ struct BlockProducts {
  private:
   template <int NUM_TOKENS>
   static void key_tile(const uint32_t* keys, int64_t key_stride, int num_dwords, const uint32_t* query,
-                       float* score) {
+                       float* score, float* largest) {
     Float sum[NUM_TOKENS][ROW_VECTORS];
     clear(sum);
     for (int i = 0; i < num_dwords; ++i, query += ROWS) {
@@ -55,10 +56,15 @@ struct BlockProducts {
         for (int r = 0; r < ROW_VECTORS; ++r) sum[t][r] = Math::multiply_add(q[r], k, sum[t][r]);
       }
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < NUM_TOKENS; ++t) {
 #pragma GCC unroll 4
-      for (int r = 0; r < ROW_VECTORS; ++r) Isa::store(score + t * ROWS + r * WIDTH, sum[t][r]);
+    for (int r = 0; r < ROW_VECTORS; ++r) {
+      Float most = Isa::load(largest + r * WIDTH);
+#pragma GCC unroll 8
+      for (int t = 0; t < NUM_TOKENS; ++t) {
+        most = Isa::max(most, sum[t][r]);
+        Isa::store(score + t * ROWS + r * WIDTH, sum[t][r]);
+      }
+      Isa::store(largest + r * WIDTH, most);
     }
   }
 

@@ -13,6 +13,7 @@
 
 #include "common/paging.h"
 #include "cpu/paged_attention/scores.h"
+#include "cpu/paged_attention/store.h"
 #include "cpu/paged_attention/task.h"
 #include "cpu/paged_attention/tile_rows.h"
 
@@ -106,6 +107,7 @@ class Decode {
     largest_ = arena.take<float>(num_rows);
     sum_ = arena.take<float>(num_rows);
     zeros_ = arena.take<Cache>(max_of(p.head_dim, p.value_head_dim));
+    whole_rows_ = arena.take<float>(num_rows * PartialRows::stride(p));
     memory_ = arena.used();
   }
 
@@ -129,7 +131,8 @@ class Decode {
       fetch_from(next);
       for (int64_t head = 0; head < task_.num_kv_heads; ++head) attend_tile(head, token, tiles[current]);
     }
-    finish(partial_rows);
+    finish(partial_rows != nullptr ? partial_rows : whole_rows_);
+    if (partial_rows == nullptr) store_whole();
   }
 
   void fetch_from(const TileRows& tile) {
@@ -280,7 +283,8 @@ class Decode {
     Float tile_sum = Isa::set(0.0f);
 #pragma GCC unroll 4
     for (int i = 0; i < num_vectors; ++i) {
-      const Float y = exp2_of<Isa>(Isa::mul(Isa::sub(x[i], Isa::set(largest)), Isa::set(rule.factor())));
+      const Float y =
+          weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], Isa::set(largest)), Isa::set(rule.factor()));
       tile_sum = Isa::add(tile_sum, y);
       Math::pack_tokens(weight + i * WIDTH / Math::PACK, y);
     }
@@ -381,6 +385,15 @@ class Decode {
     }
   }
 
+  void store_whole() const {
+    if constexpr (Math::PACK == 2) {
+      store_rows<Isa, bfloat16>(p_, task_, whole_rows_, 1);
+    } else {
+      dispatch_float_dtype(p_.query_dtype,
+                           [&]<class Query>() { store_rows<Isa, Query>(p_, task_, whole_rows_, 1); });
+    }
+  }
+
   const PagedAttentionParams& p_;
   const AttentionTask& task_;
   int group_, tile_tokens_;
@@ -389,6 +402,7 @@ class Decode {
   uint32_t* query_;        // [num_kv_heads * group, padded_key_dim / PACK]
   float* acc_;             // [num_kv_heads * group, padded_value_dim], in the order of interleave
   float *largest_, *sum_;  // [num_kv_heads * group]
+  float* whole_rows_;      // the partial rows of a task that has all keys
   Cache* zeros_;           // [max(head_dim, value_head_dim)]
 };
 

@@ -19,6 +19,8 @@ struct FloatMath {
   static constexpr int OPERANDS = 1;       // of one load
   static constexpr int STEP = Isa::WIDTH;  // elements of one load
 
+  static constexpr int EXP_DEGREE = 5;
+
   // `count` elements of a row from p on (all of STEP where there are more), zero beyond them.
   static void load(const Cache* p, int64_t count, Operand (&x)[1]) { x[0] = Isa::widen(p, count); }
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }

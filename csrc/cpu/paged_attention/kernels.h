@@ -30,7 +30,7 @@ struct KernelTable {
   static void store(const PagedAttentionParams& p, const AttentionTask& task, const float* partial_rows,
                     int64_t num_chunks) {
     dispatch_float_dtype(p.query_dtype,
-                         [&]<class Query>() { Store<Isa, Query>::run(p, task, partial_rows, num_chunks); });
+                         [&]<class Query>() { store_rows<Isa, Query>(p, task, partial_rows, num_chunks); });
   }
 
   static constexpr AttentionKernels KERNELS{decode, prefill, store};

@@ -32,15 +32,29 @@ constexpr WideningTable make_widening_table() {
 template <class Cache>
 inline constexpr WideningTable WIDENING_TABLE = make_widening_table<Cache>();
 
+// AVX-512 with the instruction that rounds to bfloat16.
+struct Avx512Bf16 : Avx512 {
+  using Avx512::narrow;
+  static void narrow(bfloat16* p, Float x, int64_t count) {
+    const auto words = (__m256i)_mm512_cvtneps_pbh(x);
+    if (count >= WIDTH) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), words);
+    } else if (count > 0) {
+      _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1), words);
+    }
+  }
+};
+
 template <class CacheType>
 struct PairMath {
-  using Isa = Avx512;
+  using Isa = Avx512Bf16;
   using Cache = CacheType;
   using Float = __m512;
   using Operand = __m512i;
   static constexpr int PACK = 2;
   static constexpr int OPERANDS = sizeof(Cache) == 2 ? 1 : 2;
   static constexpr int STEP = 32 * OPERANDS;
+  static constexpr int EXP_DEGREE = 4;
 
   static void load(const bfloat16* p, int64_t count, Operand (&x)[1]) {
     x[0] = count >= 32 ? _mm512_loadu_si512(p)

@@ -9,6 +9,8 @@
 
 namespace pagedkv::cpu {
 
+inline constexpr int64_t MAX_HEAD_DIM = 256;  // that the bindings let through
+
 // The rows [row_begin, row_end) of a sequence's query_len * group rows (token-major) for each of num_kv_heads
 // KV heads, and the keys [keys_begin, keys_end) of the sequence.
 struct AttentionTask {
@@ -28,15 +30,15 @@ struct PartialRows {
   static int64_t stride(const PagedAttentionParams& p) { return p.value_head_dim + EXTRA; }
 };
 
-// An instruction set's implementation of a task.
+// An instruction set's implementation of a task. partial_rows is where its rows go; null: the task has all
+// keys of its rows, so it stores out and lse at once.
 struct AttentionKernels {
   // Few rows that all see the same keys: one query token, its heads of a KV head, no tree mask.
   static constexpr int64_t DECODE_ROWS = 8;
   void (*decode)(const PagedAttentionParams& p, const AttentionTask& task, float* partial_rows);
   // Any rows.
   void (*prefill)(const PagedAttentionParams& p, const AttentionTask& task, float* partial_rows);
-  // Merges the rows of num_chunks tasks that differ in their keys alone, adds the sink to the denominator,
-  // normalises and stores out and lse. A row that saw no key gives 0, and its lse is the sink's.
+  // Merges the partial rows of num_chunks tasks that differ in their keys alone and stores out and lse.
   void (*store)(const PagedAttentionParams& p, const AttentionTask& task, const float* partial_rows,
                 int64_t num_chunks);
 };

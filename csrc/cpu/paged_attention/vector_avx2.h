@@ -27,6 +27,7 @@ struct Avx2 {
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
+  static Float fms(Float a, Float b, Float c) { return _mm256_fmsub_ps(a, b, c); }
   static Float max(Float a, Float b) { return _mm256_max_ps(a, b); }
   static Float min(Float a, Float b) { return _mm256_min_ps(a, b); }
   static Float round(Float x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -42,6 +43,12 @@ struct Avx2 {
   static Float scale_by_power(Float x, Float n) {
     const __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1);
     return mul(mul(x, power(half)), power(_mm256_sub_epi32(whole, half)));
+  }
+  static Float power_in_low_bits(Float x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x), 23));
+  }
+  static Float zero_below(Float x, float limit, Float y) {
+    return _mm256_and_ps(_mm256_cmp_ps(x, set(limit), _CMP_NLT_UQ), y);
   }
   static Float iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
   static Float load_ints(const int32_t* p) { return _mm256_cvtepi32_ps(load_int_vector(p)); }

@@ -27,6 +27,7 @@ struct Avx512 {
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float fms(Float a, Float b, Float c) { return _mm512_fmsub_ps(a, b, c); }
   // Of a NaN and a number the second argument is returned.
   static Float max(Float a, Float b) { return _mm512_max_ps(a, b); }
   static Float min(Float a, Float b) { return _mm512_min_ps(a, b); }
@@ -42,6 +43,13 @@ struct Avx512 {
   // x * 2**n for a whole n; 0 below the smallest subnormal.
   static constexpr float SMALLEST_EXPONENT = -160.0f;
   static Float scale_by_power(Float x, Float n) { return _mm512_scalef_ps(x, n); }
+  // The float32 whose exponent is the low 8 bits of x; y, or 0 where x < limit.
+  static Float power_in_low_bits(Float x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x), 23));
+  }
+  static Float zero_below(Float x, float limit, Float y) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(limit), _CMP_NLT_UQ), y);
+  }
   static Float iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
   static Float load_ints(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 
