@@ -40,9 +40,10 @@ struct BlockProducts {
   }
 
  private:
+  // Not inlined: in a function of their own, all operands find a register.
   template <int NUM_TOKENS>
-  static void key_tile(const uint32_t* keys, int64_t key_stride, int num_dwords, const uint32_t* query,
-                       float* score, float* largest) {
+  [[gnu::noinline]] static void key_tile(const uint32_t* keys, int64_t key_stride, int num_dwords,
+                                         const uint32_t* query, float* score, float* largest) {
     Float sum[NUM_TOKENS][ROW_VECTORS];
     clear(sum);
     for (int i = 0; i < num_dwords; ++i, query += ROWS) {
@@ -68,8 +69,8 @@ struct BlockProducts {
     }
   }
 
-  static void value_tile(const uint32_t* values, int64_t value_stride, int num_dwords, const uint32_t* weight,
-                         const float* factor, float* acc) {
+  [[gnu::noinline]] static void value_tile(const uint32_t* values, int64_t value_stride, int num_dwords,
+                                           const uint32_t* weight, const float* factor, float* acc) {
     Float sum[TILE][ROW_VECTORS];
     clear(sum);
     for (int i = 0; i < num_dwords; ++i, values += value_stride, weight += ROWS) {

@@ -47,8 +47,8 @@ struct FloatMath {
       store_dwords(dwords + i, Isa::widen(query + i, head_dim - i));
   }
 
-  // An infinity or a NaN.
-  static bool has_special(uint32_t dword) { return (dword & 0x7f800000u) == 0x7f800000u; }
+  // Whether an element is an infinity or a NaN.
+  static bool any_special(Operand x) { return Isa::any_special(x); }
   static float element(uint32_t dword, int) { return std::bit_cast<float>(dword); }
   static uint32_t without_element(uint32_t, int) { return 0; }
 };

@@ -114,8 +114,9 @@ struct PairMath {
     }
   }
 
-  static bool has_special(uint32_t dword) {
-    return (dword & 0x7f80u) == 0x7f80u || (dword & 0x7f800000u) == 0x7f800000u;
+  static bool any_special(Operand x) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent) != 0;
   }
   static float element(uint32_t dword, int i) {
     return std::bit_cast<float>(i == 0 ? dword << 16 : dword & 0xffff0000u);

@@ -95,9 +95,12 @@ class Prefill {
   }
 
   void attend(float* partial_rows) {
-    for (int i = 0; i < num_blocks_; ++i) start(blocks_[i], task_.row_begin + i * BLOCK_ROWS);
     int32_t begin = task_.keys_begin & ~1;
-    if (begin < task_.keys_end) next_->find(p_, task_, begin, tile_end(begin));
+    if (begin < task_.keys_end) {
+      next_->find(p_, task_, begin, tile_end(begin));
+      fetch_next(0, PREFILL_TOKENS);
+    }
+    for (int i = 0; i < num_blocks_; ++i) start(blocks_[i], task_.row_begin + i * BLOCK_ROWS);
     while (begin < task_.keys_end) {
       const int32_t end = tile_end(begin);
       std::swap(current_, next_);
@@ -160,8 +163,19 @@ class Prefill {
     for (int row = 0; row < block.num_rows && p_.alibi_slopes != nullptr; ++row) {
       block.slope[row] = p_.alibi_slopes[task_.kv_head_idx * group + (first_row + row) % group];
     }
+    for (int row = 0; row < block.num_rows; ++row) fetch_query(first_row + row);
     std::memset(block.acc, 0, padded_value_dim_ * BLOCK_ROWS * sizeof(float));
     for (int row = 0; row < BLOCK_ROWS; row += WIDTH) load_query(block, first_row + row, row);
+  }
+
+  // All rows of a block at once, as they may lie far apart.
+  void fetch_query(int64_t row) const {
+    const int64_t group = p_.num_heads / p_.num_kv_heads, head_idx = task_.kv_head_idx * group + row % group;
+    const int64_t size = p_.query_dtype == DType::float32 ? 4 : 2;
+    const char* query =
+        static_cast<const char*>(p_.query) +
+        ((task_.query_begin + row / group) * p_.query_token_stride + head_idx * p_.query_head_stride) * size;
+    for (int64_t byte = 0; byte < p_.head_dim * size; byte += 64) _mm_prefetch(query + byte, _MM_HINT_T0);
   }
 
   // WIDTH rows of queries, turned so that a row is a lane.
@@ -239,7 +253,12 @@ class Prefill {
   void take_specials_out() {
     const int64_t size = current_->num_tokens / PACK * value_stride_;
     has_specials_ = false;
-    for (int64_t i = 0; i < size; ++i) has_specials_ |= Math::has_special(values_[i]);
+    for (int token = 0; token < current_->num_tokens; token += PACK) {
+      const uint32_t* row = values_ + token / PACK * value_stride_;
+      for (int64_t dim = 0; dim < p_.value_head_dim; dim += WIDTH) {
+        has_specials_ |= Math::any_special(Math::load_dwords(row + dim));
+      }
+    }
     if (!has_specials_) return;
     std::memcpy(values_as_stored_, values_, size * sizeof(uint32_t));
     for (int64_t i = 0; i < size; ++i) {

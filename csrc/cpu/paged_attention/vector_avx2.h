@@ -64,6 +64,11 @@ struct Avx2 {
     return select_less(iota(), set(static_cast<float>(count)), x, fill);
   }
 
+  static bool any_special(Float x) {
+    const Float difference = sub(x, x);  // 0, or NaN
+    return _mm256_movemask_ps(_mm256_cmp_ps(difference, difference, _CMP_UNORD_Q)) != 0;
+  }
+
   static float sum(Float x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = _mm_add_ps(half, _mm_movehl_ps(half, half));

@@ -65,6 +65,9 @@ struct Avx512 {
     return _mm512_mask_blend_ps(first(count), fill, x);
   }
 
+  // Whether x has an infinity or a NaN.
+  static bool any_special(Float x) { return _mm512_fpclass_ps_mask(x, 0x99) != 0; }
+
   static float sum(Float x) { return _mm512_reduce_add_ps(x); }
   static float largest(Float x) { return _mm512_reduce_max_ps(x); }
 
