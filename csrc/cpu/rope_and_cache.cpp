@@ -67,7 +67,7 @@ void write_token(const RopeAndCacheParams& p, int64_t token_idx, int64_t slot, f
       // Quantised caches divide the float32 rotation: rounded once, from float32 to the cache's dtype.
       key_row[i] = from_float<Cache>(is_quantised_v<Cache> ? rotated[i] / k_scale : rotated[i]);
     }
-    store_row(value, value_row, w.value_head_dim, scale_of(w.v_scale, w.v_scale_value, kv_head_idx));
+    store_row(value, value_row, w.value_head_dim, scale_of(w.v_scale, w.v_scale_value, kv_head_idx), false);
   }
 }
 
