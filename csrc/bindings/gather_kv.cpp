@@ -1,8 +1,5 @@
 #include <ATen/ops/empty.h>
-
-#ifdef __linux__
 #include <sys/mman.h>
-#endif
 
 #include "bindings/checks.h"
 
@@ -26,7 +23,6 @@ int64_t count_tokens(const Tensor& context_lens, const OptionalTensor& kv_starts
 // longer than the copy.
 Tensor empty_rows(int64_t num_tokens, const Tensor& cache, const at::TensorOptions& options) {
   Tensor rows = at::empty({num_tokens, cache.size(2), cache.size(3)}, options);
-#ifdef __linux__
   if (rows.is_cpu()) {
     constexpr uintptr_t HUGE_PAGE_BYTES = 2 << 20;
     const auto begin = reinterpret_cast<uintptr_t>(rows.mutable_data_ptr());
@@ -35,7 +31,6 @@ Tensor empty_rows(int64_t num_tokens, const Tensor& cache, const at::TensorOptio
     // Advice: where it is not taken, nothing else changes.
     if (aligned < end) madvise(reinterpret_cast<void*>(aligned), end - aligned, MADV_HUGEPAGE);
   }
-#endif
   return rows;
 }
 
