@@ -1,8 +1,8 @@
 """OpenVINO's paged attention on the same data: a model of one operator, in the layout its CPU plugin chooses.
 
-The operator is not part of OpenVINO's public interface. It also writes the new keys and values into the cache,
-which costs little beside a prompt's attention. Its threads are not OpenMP's, whose own spin for a moment after
-a parallel region: on more than one thread that costs it a little at the start of a sample.
+The operator is not part of OpenVINO's public interface. It also writes the new keys and values into the
+cache, which costs little beside a prompt's attention. Its threads are not OpenMP's, whose own spin for a
+moment after a parallel region: on more than one thread that costs it a little at the start of a sample.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def each_layer(case: Case, call: Callable[[int], torch.Tensor]) -> list[Call]:
 
 
 def openvino_calls(case: Case) -> list[Call] | None:
-    """OpenVINO's operator, which is measured for prompts: for decoding it is behind vLLM's."""
+    """OpenVINO's operator, for prompts alone; None where it is not installed, and in float16."""
     if importlib.util.find_spec("openvino") is None or case.shape.dtype == "fp16":
         return None
     import attention_openvino
