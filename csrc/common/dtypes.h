@@ -122,9 +122,10 @@ struct FromFloat<float8_e5m2> {
 template <>
 struct FromFloat<int8_t> {
   PAGEDKV_HD static int8_t convert(float value) {
-    if (value != value) return 0;
-    const float clamped = value < -127.0f ? -127.0f : (value > 127.0f ? 127.0f : value);
-    return static_cast<int8_t>(rintf(clamped));  // the default rounding mode: nearest even
+    constexpr float ROUNDER = 3 << 22;  // a float32 this large has no fraction: adding it rounds, to even
+    const float number = value != value ? 0.0f : value;
+    const float clamped = number < -127.0f ? -127.0f : (number > 127.0f ? 127.0f : number);
+    return static_cast<int8_t>((clamped + ROUNDER) - ROUNDER);
   }
 };
 
