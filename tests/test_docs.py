@@ -22,6 +22,7 @@ import pagedkv
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = [
     "pagedkv.__main__",
+    "pagedkv._batching",
     "pagedkv._capacity",
     "pagedkv._core",
     "pagedkv._handles",

@@ -36,11 +36,13 @@ class BlockTable {
     // Most calls are for a token or two: they need no division.
     return num_new_tokens <= num_slack() ? 0 : blocks_for(num_new_tokens - num_slack(), block_size());
   }
-  // The partly filled last block where other tables own it too, so that a write has to copy it first; else
-  // NO_BLOCK.
+  // The partly filled last block where others need it as it is, so that a write has to copy it first; else
+  // NO_BLOCK. Others are other tables, transfers, and the prefix cache where `is_tail_kept()`.
   int32_t shared_tail() const {
-    return num_slack() > 0 && allocator_->num_owners(blocks_.back()) > 1 ? blocks_.back() : NO_BLOCK;
+    return num_slack() > 0 && (keep_tail_ || allocator_->num_owners(blocks_.back()) > 1) ? blocks_.back()
+                                                                                         : NO_BLOCK;
   }
+  bool is_tail_kept() const { return keep_tail_; }
 
   // Makes room for num_new_tokens more tokens that are about to be written. All or nothing.
   void grow(int64_t num_new_tokens);
@@ -52,8 +54,9 @@ class BlockTable {
   void truncate(int64_t num_tokens);
 
   // Makes an empty table one of num_tokens tokens in these blocks, which are used or cached. NO_BLOCK stands
-  // for leading blocks that a window has passed.
-  void adopt(std::span<const int32_t> blocks, int64_t num_tokens);
+  // for leading blocks that a window has passed. With keep_tail the last block is copied before it is
+  // written, even when nobody else owns it: it holds more than these tokens, and stays cached as it is.
+  void adopt(std::span<const int32_t> blocks, int64_t num_tokens, bool keep_tail = false);
   // Maps another block of the same content.
   void replace(int64_t logical_block, int32_t block) noexcept;
   // Gives back the blocks that hold only tokens before `token`; NO_BLOCK stands in their place.
@@ -77,6 +80,7 @@ class BlockTable {
   int64_t num_tokens_ = 0;
   int64_t revision_;
   int64_t num_released_ = 0;  // leading blocks that are NO_BLOCK
+  bool keep_tail_ = false;
   // Blocks of this table that may wait for a copy into them. A fork inherits the list, and whichever table
   // asks first takes the pair: the allocator knows which are still due.
   std::vector<int32_t> copy_destinations_;

@@ -51,7 +51,9 @@ int64_t Sequences::blocks_needed(std::span<const Member> members) const {
       // Beyond the pool is beyond the pool: a sum of large counts must not wrap around.
       num_needed += std::min(table.num_new_blocks(num_new_tokens), BlockAllocator::MAX_BLOCKS);
       const int32_t tail = table.shared_tail();
-      if (tail != NO_BLOCK && ++tail_writers[tail] < allocator_->num_owners(tail)) ++num_needed;
+      if (tail == NO_BLOCK) continue;
+      const bool last_owner = ++tail_writers[tail] == allocator_->num_owners(tail);
+      num_needed += table.is_tail_kept() || !last_owner;
     }
   }
   return num_needed;
@@ -105,13 +107,7 @@ BatchShape Sequences::open_batch(std::span<const Id> ids, std::optional<std::spa
     for (size_t i = 0; i < members.size(); ++i) members[i].num_new_tokens = (*query_lens)[i];
   }
   if (arrays != nullptr) check_room(members, *arrays);
-  if (const int64_t num_needed = blocks_needed(members); num_needed > allocator_->num_free_blocks()) {
-    const bool hopeless = num_needed > allocator_->num_blocks();
-    throw OutOfMemory("No free blocks available: the batch needs " + std::to_string(num_needed) + ", " +
-                      std::to_string(allocator_->num_free_blocks()) + " of " +
-                      std::to_string(allocator_->num_blocks()) + " are free" +
-                      (hopeless ? "; it does not fit into this pool" : ""));
-  }
+  allocator_->require_available(blocks_needed(members), "the batch");
 
   BatchShape shape{
       .batch_id = next_batch_id_++, .num_groups = num_groups(), .num_seqs = static_cast<int64_t>(ids.size())};
@@ -130,7 +126,13 @@ BatchShape Sequences::open_batch(std::span<const Id> ids, std::optional<std::spa
     shape.num_tokens += query_len;
     shape.max_query_len = std::max(shape.max_query_len, query_len);
   }
+  batch.num_tokens = shape.num_tokens;
   return shape;
+}
+
+int64_t Sequences::num_batch_tokens(int64_t batch_id) const {
+  const auto batch = open_batches_.find(batch_id);
+  return batch == open_batches_.end() ? 0 : batch->second.num_tokens;
 }
 
 void Sequences::fill_batch(const BatchShape& shape, BatchArrays& arrays) const {
@@ -205,10 +207,10 @@ bool Sequences::can_append(std::span<const Id> ids, std::span<const int64_t> cou
   std::vector<Member> members = distinct_members(ids);
   for (size_t i = 0; i < members.size(); ++i) {
     require_count(counts[i], "counts", i);
-    require_sum(members[i].sequence->num_tokens, counts[i]);
+    if (counts[i] > max_tokens_per_seq_ - members[i].sequence->num_tokens) return false;
     members[i].num_new_tokens += counts[i];
   }
-  return blocks_needed(members) <= allocator_->num_free_blocks();
+  return blocks_needed(members) <= allocator_->num_available_blocks();
 }
 
 }  // namespace pagedkv
