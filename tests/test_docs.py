@@ -134,6 +134,13 @@ def test_code_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             exec(compile(block, "README.md", "exec"), scope)
 
 
+def test_examples_of_the_cache_page_run() -> None:
+    """With the block maps that they print."""
+    result = doctest.testfile(str(ROOT / "docs" / "cache.md"), module_relative=False)
+    assert result.attempted > 20
+    assert result.failed == 0
+
+
 def test_quick_start_of_the_readme_is_short() -> None:
     lines = [line for line in code_blocks(README, "python")[0].splitlines() if line.strip()]
     assert len(lines) <= 12

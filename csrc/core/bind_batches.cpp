@@ -3,8 +3,8 @@
 #include <optional>
 #include <utility>
 
-#include "core/bindings.h"
 #include "core/bind_shared.h"
+#include "core/bindings.h"
 
 namespace py = pybind11;
 

@@ -49,7 +49,7 @@ int32_t BlockTable::physical_block(int64_t logical_block) const {
   return blocks_[logical_block];
 }
 
-void BlockTable::grow(int64_t num_new_tokens) {
+void BlockTable::grow_by_blocks(int64_t num_new_tokens) {
   if (num_new_tokens < 0) {
     throw std::invalid_argument("num_tokens must not be negative, got " + std::to_string(num_new_tokens));
   }

@@ -45,7 +45,19 @@ class BlockTable {
   bool is_tail_kept() const { return keep_tail_; }
 
   // Makes room for num_new_tokens more tokens that are about to be written. All or nothing.
-  void grow(int64_t num_new_tokens);
+  void grow(int64_t num_new_tokens) {
+    // A decode step mostly goes on in a block of its own.
+    if (num_new_tokens == 1 && num_slack() > 0 && shared_tail() == NO_BLOCK) {
+      allocator_->begin_write(blocks_.back());
+      ++num_tokens_;
+    } else {
+      grow_by_blocks(num_new_tokens);
+    }
+  }
+  void prefetch_tail() const noexcept {
+    if (num_slack() > 0) allocator_->prefetch(blocks_.back());
+  }
+  int64_t last_slot() const { return blocks_.back() * block_size() + block_size() - 1 - num_slack(); }
   // Writes the slots of tokens [begin, end) to slots [end - begin].
   void write_slots(int64_t begin, int64_t end, int64_t* slots) const;
   BlockTable fork() const;
@@ -67,6 +79,7 @@ class BlockTable {
   void free() { truncate(0); }
 
  private:
+  void grow_by_blocks(int64_t num_new_tokens);
   void release_blocks(int64_t end) noexcept;  // those before it, in logical order
 
   // Slots of the last block without a token. Unsigned, because the slots of all blocks may be 2**63.

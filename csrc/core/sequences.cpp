@@ -82,8 +82,8 @@ Sequences::Id Sequences::add(std::vector<int64_t> token_ids, int64_t num_tokens,
                              const std::optional<BlockKey>& root) {
   require_count(num_tokens, "num_tokens");
   require_length(Sequence{}, num_tokens);
-  Sequence sequence{.token_ids = std::move(token_ids), .num_tokens = num_tokens, .root = root};
-  sequence.tables = empty_tables(allocator_);
+  Sequence sequence{.tables = empty_tables(allocator_), .num_tokens = num_tokens, .root = root};
+  sequence.token_ids = std::move(token_ids);
   if (root) adopt_prefix(sequence);
   return insert(std::move(sequence));
 }
@@ -133,11 +133,11 @@ std::vector<BlockTable> Sequences::empty_tables(const std::shared_ptr<BlockAlloc
 }
 
 Sequences::Sequence Sequences::fork_of(const Sequence& parent) const {
-  Sequence child{.token_ids = parent.token_ids,
-                 .num_tokens = parent.num_tokens,
+  Sequence child{.num_tokens = parent.num_tokens,
                  .num_computed_tokens = parent.num_computed_tokens,
-                 .num_cached_tokens = parent.num_cached_tokens,
                  .root = parent.root,
+                 .token_ids = parent.token_ids,
+                 .num_cached_tokens = parent.num_cached_tokens,
                  .key = parent.key,
                  .num_keyed_blocks = parent.num_keyed_blocks};
   child.tables.reserve(parent.tables.size());

@@ -122,7 +122,7 @@ class Sequences {
   BatchShape open_batch(std::span<const Id> ids, std::optional<std::span<const int64_t>> query_lens,
                         const BatchArrays* arrays = nullptr);
   // Rows are padded with -1.
-  void fill_batch(const BatchShape& shape, BatchArrays& arrays) const;
+  void fill_batch(const BatchShape& shape, BatchArrays& arrays);
   // The copies due before the batch is written; the caller has to run them.
   std::vector<CopyPair> take_pending_copies(int64_t batch_id);
   // From here on the blocks that the batch filled can be found by their tokens.
@@ -169,18 +169,20 @@ class Sequences {
 
  private:
   struct Sequence {
+    // What a decode step needs comes first, within a line of the CPU's cache.
     std::vector<BlockTable> tables = {};  // [num_groups] computed tokens and those of an open batch
-    std::vector<int64_t> token_ids = {};  // of the leading tokens, as far as they were given
     int64_t num_tokens = 0;
     int64_t num_computed_tokens = 0;
-    int64_t num_cached_tokens = 0;             // found in the prefix cache when the sequence was added
+    int64_t open_batch = NO_BATCH;
+    int64_t last_visit = 0;    // finds a sequence listed twice in one call
+    bool swapped_out = false;  // then `tables` are empty, and `host_tables` hold the computed tokens
+
     std::optional<BlockKey> root;              // of its prefixes; nullopt: they are not cached
+    std::vector<int64_t> token_ids = {};       // of the leading tokens, as far as they were given
+    int64_t num_cached_tokens = 0;             // found in the prefix cache when the sequence was added
     KeyHandle key = {};                        // of its first num_keyed_blocks blocks
     int64_t num_keyed_blocks = 0;              // leading blocks that the prefix cache knows
-    bool swapped_out = false;                  // then `tables` are empty and these hold the computed tokens
     std::vector<BlockTable> host_tables = {};  // [num_groups]
-    int64_t open_batch = NO_BATCH;
-    int64_t last_visit = 0;  // finds a sequence listed twice in one call
   };
   // An id is slot + generation * 2**32, so that the id of a freed sequence is not mistaken for its slot's
   // next one.
@@ -192,9 +194,18 @@ class Sequences {
     Sequence* sequence;
     int64_t num_new_tokens;
   };
+  // The blocks that a batch of some members takes.
+  struct RoomCount {
+    int64_t num_blocks = 0;
+    // Of all owners of a tail that are written here, each copies it while others are left, in the order of
+    // the batch.
+    std::unordered_map<int32_t, int32_t> tail_writers;
+
+    void add(const Member& member, const BlockAllocator& allocator);
+  };
   struct OpenBatch {
     std::vector<Id> ids;
-    std::vector<int64_t> query_lens;  // [ids]
+    std::vector<Member> members;  // [ids] valid while it is not stale
     int64_t num_tokens = 0;
     bool stale = false;  // one of its sequences was freed
   };
@@ -230,9 +241,9 @@ class Sequences {
   // With num_new_tokens = all that have no slot yet; throws std::invalid_argument for a freed or repeated
   // sequence.
   std::vector<Member> distinct_members(std::span<const Id> ids);
-  void check_members(std::span<const Member> members, std::span<const int64_t> query_lens) const;
-  int64_t blocks_needed(std::span<const Member> members) const;
-  void check_room(std::span<const Member> members, const BatchArrays& arrays) const;
+  void check_member(const Member& member, size_t index) const;
+  static void check_room(const BatchShape& shape, const BatchArrays& arrays);
+  OpenBatch& whole_batch(int64_t batch_id);  // throws std::invalid_argument where it is not open, or stale
   // The first token that a query at position `query` sees, in a group.
   int64_t first_visible(int64_t group, int64_t query) const;
   void check_sequence(const Sequence& sequence) const;
