@@ -32,6 +32,9 @@ class PinnedStaging:
     def _make_event(self) -> torch.cuda.Event:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
+    def _record(self, event: torch.cuda.Event) -> None:
+        event.record(torch.cuda.current_stream(self._device))  # of this device, whichever is current
+
     def send(
         self, arrays: Sequence[npt.NDArray[np.generic]], destinations: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
@@ -58,7 +61,7 @@ class PinnedStaging:
             result = list(destinations)
             for destination, part in zip(result, parts, strict=True):
                 destination.copy_(part, non_blocking=True)
-        self._events[slot].record()
+        self._record(self._events[slot])
         return result
 
 

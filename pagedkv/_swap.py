@@ -35,6 +35,7 @@ class HostPool:
         """Allocate num_blocks blocks on the host for each of the caches, `[any, ...]`."""
         self._core = core
         self._lock = lock
+        self._device = device
         self._device_tensors = list(caches)
         self._tensors = [
             torch.empty(num_blocks, *cache.shape[1:], dtype=cache.dtype, pin_memory=device.type == "cuda")
@@ -92,7 +93,7 @@ class HostPool:
             ops.swap_blocks(source, destination, mapping)
             self._core.finish_transfer(transfer_id)
             return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             ops.swap_blocks(source, destination, mapping)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -103,7 +104,7 @@ class HostPool:
     def wait_for_arrivals(self) -> None:
         """Have the current stream wait for the blocks that are on their way back."""
         if self._last_arrival is not None:
-            self._last_arrival.wait()
+            self._last_arrival.wait(torch.cuda.current_stream(self._device))
 
     def finish(self, *, wait: bool = False) -> bool:
         """Let go of the blocks whose copies are done, or wait for all copies; whether there were any."""

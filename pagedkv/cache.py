@@ -232,12 +232,12 @@ class PagedKVCache(Batching, Capacity, Observability):
         """Append token_ids[i] to sequences[i], or a token without an id to each: a decode step in one call.
 
         Args:
-            sequences: of this cache.
+            sequences: distinct sequences of this cache.
             token_ids: `[num_seqs]`.
 
         Raises:
-            ValueError: a sequence was freed, belongs to another cache or would have more than
-                max_tokens_per_seq tokens; not one id a sequence. Nothing was changed.
+            ValueError: a sequence was freed, is listed twice, belongs to another cache, or would have more
+                than max_tokens_per_seq tokens; not one id a sequence. Nothing was changed.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
         >>> seqs = [cache.add_sequence([1, 2]), cache.add_sequence([3])]

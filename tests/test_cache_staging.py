@@ -36,6 +36,9 @@ class Staging(PinnedStaging):
     def _make_event(self) -> torch.cuda.Event:
         return Event()  # type: ignore[return-value]
 
+    def _record(self, event: torch.cuda.Event) -> None:
+        event.record()
+
 
 def arrays(value: int, size: int = 5) -> list[np.ndarray]:
     tables = np.full((2, 3, size), value, dtype=np.int32)

@@ -115,13 +115,23 @@ void Sequences::append(Id id, int64_t num_tokens) {
 
 void Sequences::append_each(std::span<const Id> ids, std::span<const int64_t> token_ids) {
   if (!token_ids.empty()) require_same_length(ids.size(), token_ids.size(), "token_ids");
-  for (const Id id : ids) require_length(at(id), 1);
+  ++num_visits_;
+  std::vector<Sequence*> sequences;
+  sequences.reserve(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (token_ids.empty()) {
-      append(ids[i], 1);
-    } else {
-      append(ids[i], token_ids.subspan(i, 1));
+    Sequence& sequence = at(ids[i]);
+    require_length(sequence, 1);
+    if (sequence.last_visit == num_visits_) {
+      throw std::invalid_argument(entry("sequences", i) + " is listed twice");
     }
+    sequence.last_visit = num_visits_;
+    sequences.push_back(&sequence);
+  }
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    Sequence& sequence = *sequences[i];
+    const bool named = static_cast<int64_t>(sequence.token_ids.size()) == sequence.num_tokens;
+    if (!token_ids.empty() && named) sequence.token_ids.push_back(token_ids[i]);
+    ++sequence.num_tokens;
   }
 }
 

@@ -70,6 +70,7 @@ def run_with_sanitizers(arguments: list[str]) -> int:
 
 def run_tests(arguments: list[str]) -> int:
     """Put the library in the place of pagedkv._core, and run pytest."""
+    sys.path.insert(0, str(ROOT))
     spec = importlib.util.spec_from_file_location("pagedkv._core", LIBRARY)
     assert spec is not None
     assert spec.loader is not None
