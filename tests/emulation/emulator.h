@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <source_location>
+#include <vector>
 
 #include "cuda_types.h"
 #include "host_runtime.h"
@@ -24,11 +25,12 @@ enum class Schedule { ascending, descending, random };
 //   PAGEDKV_EMULATOR_SCHEDULE   ascending, descending or random:SEED
 //   PAGEDKV_EMULATOR_WORKERS    OS threads that run CTAs
 struct Options {
-  Schedule schedule = Schedule::ascending;  // the order in which the ready threads of a CTA run
-  uint64_t seed = 1;  // of a random schedule; a CTA's order depends on it and the CTA alone
+  Schedule schedule = Schedule::ascending;  // the order in which CTAs run, and the ready threads of each
+  uint64_t seed = 1;  // of a random schedule; a CTA's threads depend on it and the CTA alone
   int preempt_permille =
       50;  // random schedule: how often a thread gives way at an emulator call it need not wait in
   int num_workers = 1;  // more than one makes CTAs overlap, as they do on a device
+  bool trace = false;   // keep every access that the emulator sees: access_trace.h
 };
 
 void set_options(const std::optional<Options>& options);  // nullopt: back to the environment
@@ -69,16 +71,20 @@ using KernelBody = void (*)(const void* context);  // one CUDA thread, from star
 // Runs body(context) once for each thread of the grid. A fault inside the kernel ends the launch with
 // cudaErrorLaunchFailure, a shape that no device takes with cudaErrorInvalidConfiguration; cudaGetErrorString
 // tells more.
-cudaError_t run_grid(const LaunchShape& shape, KernelBody body, const void* context);
+// `kernel` is the address of the __global__ function that `body` calls, by which record_launch knows it.
+cudaError_t run_grid(const LaunchShape& shape, KernelBody body, const void* context,
+                     const void* kernel = nullptr);
 
 template <class Callable>
-cudaError_t run_grid(const LaunchShape& shape, const Callable& body) {
-  return run_grid(shape, [](const void* context) { (*static_cast<const Callable*>(context))(); }, &body);
+cudaError_t run_grid(const LaunchShape& shape, const Callable& body, const void* kernel = nullptr) {
+  return run_grid(
+      shape, [](const void* context) { (*static_cast<const Callable*>(context))(); }, &body, kernel);
 }
 
 // ---- Seen from inside a kernel
 // ------------------------------------------------------------------------------------
 
+struct Access;
 class AsyncCopyQueue;
 class Scheduler;
 
@@ -95,7 +101,8 @@ struct Thread {
   const Cta* cta;
   Scheduler* scheduler;
   AsyncCopyQueue* async_copies;
-  Counters* counters;  // of the launch, on this OS thread
+  Counters* counters;          // of the launch, on this OS thread
+  std::vector<Access>* trace;  // likewise; null: not wanted
 };
 
 // The CUDA thread that runs on this OS thread. __thread rather than thread_local: a plain load, without the
@@ -111,12 +118,18 @@ inline unsigned char* shared_memory() { return current_thread->cta->shared; }
 // Under a random schedule, sometimes lets other threads go first.
 void preempt();
 
+enum class AccessKind : uint8_t { read, write };
+
 // A fault unless `address` is aligned to num_bytes and, where it touches shared memory, lies wholly inside
 // it.
-void check_vector_access(const char* what, const void* address, size_t num_bytes, const Place& place);
+void check_vector_access(const char* what, AccessKind kind, const void* address, size_t num_bytes,
+                         const Place& place);
 
 // A fault unless [address, address + num_bytes) is aligned to num_bytes and lies in dynamic shared memory.
 void check_shared_access(const char* what, const void* address, size_t num_bytes, const Place& place);
+
+// Adds an access to the launch's trace where there is one.
+void trace_access(AccessKind kind, const void* address, size_t num_bytes, const Place& place);
 
 // All lanes of a warp collective, met at one place.
 struct Collective {

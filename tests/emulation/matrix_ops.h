@@ -33,6 +33,7 @@ void ldmatrix(uint32_t (&registers)[NUM_MATRICES], const void* row_address, Plac
   MatrixRow row{};
   if (current_thread->lane_idx < 8 * NUM_MATRICES) {
     check_shared_access("ldmatrix", row_address, sizeof(row), place);
+    trace_access(AccessKind::read, row_address, sizeof(row), place);
     std::memcpy(&row, row_address, sizeof(row));  // here, where the sanitizers see each lane read its own row
   }
   load_matrices(NUM_MATRICES, TRANSPOSED, row, row_address, registers, place);

@@ -57,6 +57,7 @@ void Scheduler::begin_launch(const LaunchShape& shape, const Options& options, K
   body_ = body;
   context_ = context;
   counters_ = {};
+  trace_.clear();
   fault_text_.clear();
   barrier_ = {};
   host_race_context_ = sanitizers::current_race_context();
@@ -76,6 +77,7 @@ void Scheduler::begin_launch(const LaunchShape& shape, const Options& options, K
     thread.scheduler = this;
     thread.async_copies = &thread.copies;
     thread.counters = &counters_;
+    thread.trace = options.trace ? &trace_ : nullptr;
     if (race_contexts_.size() < threads_.size()) race_contexts_.push_back(sanitizers::create_race_context());
     thread.race_context = race_contexts_[static_cast<size_t>(thread_idx)];
     ++warps_[static_cast<size_t>(thread.warp_idx)].num_lanes;

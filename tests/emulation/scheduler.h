@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "access_trace.h"
 #include "async_copy.h"
 #include "emulator.h"
 #include "fiber.h"
@@ -27,6 +28,7 @@ class Scheduler {
   void end_launch();
   const std::string& fault_text() const { return fault_text_; }
   const Counters& counters() const { return counters_; }
+  const std::vector<Access>& trace() const { return trace_; }
 
   // From the thread that runs; emulator.h says what each means.
   void warp_collective(uint32_t mask, const char* name, void* argument, WarpOperation operation,
@@ -104,6 +106,7 @@ class Scheduler {
   std::unique_ptr<unsigned char, FreeShared> shared_;
   void* host_race_context_ = nullptr;
   Counters counters_;
+  std::vector<Access> trace_;
 
   // Of the CTA.
   std::string fault_text_;

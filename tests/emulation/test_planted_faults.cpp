@@ -54,6 +54,17 @@ void copy_async(const Params& params, bool barrier) {
   params.values[threadIdx.x] = shared_ints()[threadIdx.x];
 }
 
+// A value is read before its place becomes the destination of another thread's copy.
+void reuse_for_async_copy(const Params& params, bool barrier) {
+  alignas(16) static const int source[4] = {1, 2, 3, 4};
+  shared_ints()[threadIdx.x] = 0;
+  __syncthreads();
+  params.values[threadIdx.x] = shared_ints()[threadIdx.x ^ 1];
+  if (barrier) __syncthreads();
+  if (threadIdx.x % 4 == 0) async_copy<16>(shared_ints() + threadIdx.x, source);
+  async_copy_wait_all();
+}
+
 int run_properly() {
   return run([](const Params& params) {
     exchange(params, true, true);
@@ -61,6 +72,8 @@ int run_properly() {
     exchange_in_warp(params, true);
     __syncthreads();
     copy_async(params, true);
+    __syncthreads();
+    reuse_for_async_copy(params, true);
     __syncthreads();
     atomicAdd(params.values, 1);
   });
@@ -79,6 +92,9 @@ int run_fault(const char* name) {
   if (is("no_barrier_before_reuse")) return run([](const Params& params) { exchange(params, true, false); });
   if (is("no_syncwarp")) return run([](const Params& params) { exchange_in_warp(params, false); });
   if (is("no_barrier_after_async_copy")) return run([](const Params& params) { copy_async(params, false); });
+  if (is("no_barrier_before_async_copy")) {
+    return run([](const Params& params) { reuse_for_async_copy(params, false); });
+  }
   if (is("plain_add")) return run([](const Params& params) { ++params.values[0]; });
   std::printf("no such fault: %s\n", name);
   return 2;

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "common/paging.h"
 #include "cuda/primitives.h"
 #include "params.h"
 
@@ -43,9 +44,9 @@ struct Normaliser {
 };
 
 // `max` in natural units.
-PAGEDKV_DEVICE Normaliser normaliser_of(const PagedAttentionParams& p, int64_t head_idx, float max,
-                                        float sum) {
-  float factor = scale_of(p.v_scale, p.v_scale_value, head_idx / (p.num_heads / p.num_kv_heads));
+PAGEDKV_DEVICE Normaliser normaliser_of(const PagedAttentionParams& p, int64_t head_idx, int64_t kv_head_idx,
+                                        float max, float sum) {
+  float factor = scale_of(p.v_scale, p.v_scale_value, kv_head_idx);
   if (p.sinks != nullptr) {
     const float sink = p.sinks[head_idx], both_max = fmaxf(max, sink);
     const float old_factor = max == NEGATIVE_INFINITY ? 0.0f : expf(max - both_max);

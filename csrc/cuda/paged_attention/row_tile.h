@@ -1,0 +1,188 @@
+// The query rows of a CTA: their masks, their way into shared memory and their results' way out. Decode and
+// prefill share it. Loops outside the main loop are unrolled little, here and elsewhere, since the registers
+// that they would take are the whole kernel's.
+#pragma once
+
+#include "cuda/paged_attention/schedule.h"
+#include "cuda/paged_attention/state.h"
+#include "cuda/primitives.h"
+
+namespace pagedkv::cuda {
+
+// What a row's scores depend on; a row past the last sees nothing.
+struct QueryRow {
+  RowMask mask;
+  float slope;  // of ALiBi
+};
+
+// The keys that each of several rows sees for certain.
+PAGEDKV_DEVICE KeyRange keys_seen_by_all(const QueryRow& first, const QueryRow& last) {
+  return {last.mask.begin, min_of(first.mask.end, min_of(first.mask.causal_end, first.mask.tree_begin))};
+}
+
+// Where 16-byte chunk `chunk` of row `row` lies in shared memory: chunks are permuted so that the 8 rows that
+// an ldmatrix reads at once fall into different banks.
+template <int ROW_BYTES>
+PAGEDKV_DEVICE int swizzled(int row, int chunk) {
+  if constexpr (ROW_BYTES >= 128) return row * ROW_BYTES + ((chunk ^ (row & 7)) << 4);
+  return row * ROW_BYTES + ((chunk ^ ((row >> 1) & 3)) << 4);
+}
+
+// The chunks of one row of swizzled shared memory, by offset: at(i) is that of chunk `first` + i, where i has
+// none of the bits of `first`, and one exclusive or away.
+template <int ROW_BYTES>
+class SwizzledRow {
+ public:
+  PAGEDKV_DEVICE SwizzledRow(int memory, int row, int first)
+      : first_at_(memory + swizzled<ROW_BYTES>(row, first)) {}
+
+  PAGEDKV_DEVICE int at(int i) const {
+    if constexpr (ROW_BYTES >= 128) return (first_at_ ^ (i & 7) << 4) + (i >> 3) * 128;
+    return first_at_ ^ i << 4;
+  }
+
+ private:
+  int first_at_;
+};
+
+// Four neighbouring elements of 16 bits.
+PAGEDKV_DEVICE uint2 load_quad(const void* source, bool is_aligned) {
+  if (is_aligned) return load_vector<uint2>(source);
+  const auto* element = static_cast<const uint16_t*>(source);
+  return {element[0] | static_cast<uint32_t>(element[1]) << 16, element[2] | static_cast<uint32_t>(element[3])
+                                                                                 << 16};
+}
+
+PAGEDKV_DEVICE void store_quad(void* destination, uint2 quad, bool is_aligned) {
+  if (is_aligned) return store_vector(destination, quad);
+  auto* element = static_cast<uint16_t*>(destination);
+  element[0] = static_cast<uint16_t>(quad.x);
+  element[1] = static_cast<uint16_t>(quad.x >> 16);
+  element[2] = static_cast<uint16_t>(quad.y);
+  element[3] = static_cast<uint16_t>(quad.y >> 16);
+}
+
+// Four neighbouring accumulated values of a row as its results.
+template <class Query>
+PAGEDKV_DEVICE uint2 normalised(const Normaliser& normaliser, const float4& acc) {
+  return {pack2<Query>(normaliser(acc.x), normaliser(acc.y)),
+          pack2<Query>(normaliser(acc.z), normaliser(acc.w))};
+}
+
+// D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
+template <class Query, int CACHE_BYTES, int D>
+class RowTile {
+  static constexpr int QUADS = D / 4;
+
+ public:
+  PAGEDKV_DEVICE RowTile(const AttentionLaunch& launch, const Piece& piece)
+      : launch_(launch), p_(launch.p), piece_(piece) {}
+
+  // To `rows`, one entry for each of tile_rows rows. A barrier must follow.
+  PAGEDKV_DEVICE void fill_rows(QueryRow* rows, int tile_rows) const {
+#pragma unroll 1
+    for (int row = threadIdx.x; row < tile_rows; row += blockDim.x) {
+      QueryRow filled{};
+      if (row < piece_.num_rows) {
+        const int query_idx = (piece_.row_begin + row) / launch_.group;
+        filled.mask =
+            row_mask(p_, piece_.seq_idx, piece_.query_len, query_idx, piece_.query_begin + query_idx);
+        if (p_.alibi_slopes != nullptr) filled.slope = p_.alibi_slopes[head_of(row)];
+      }
+      rows[row] = filled;
+    }
+  }
+
+  // Query rows to swizzled shared memory, zero beyond head_dim and beyond the last row. Where K is widened
+  // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
+  // so the query's are permuted alike.
+  PAGEDKV_DEVICE void load_query(unsigned char* shared, int tile_rows) const {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < tile_rows * QUADS; i += blockDim.x) {
+      const int row = i / QUADS, dim = i % QUADS * 4;
+      uint2 quad{};
+      if (row < piece_.num_rows && dim < p_.head_dim) {
+        const auto* query = static_cast<const Query*>(p_.query) + token_of(row) * p_.query_token_stride +
+                            head_of(row) * p_.query_head_stride;
+        quad = load_quad(query + dim, launch_.query_rows_are_aligned);
+      }
+      if constexpr (CACHE_BYTES == 2) {
+        store_vector(shared + swizzled<D * 2>(row, dim / 8) + dim % 8 * 2, quad);
+      } else {
+        store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2) + dim % 16, quad.x);
+        store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2 + 1) + dim % 16, quad.y);
+      }
+    }
+  }
+
+  // The results of the rows or, where they saw only a chunk of their keys, their states: acc [num_rows,
+  // acc_row_stride], max and sum [num_rows] in shared memory, which are overwritten. Barriers around it.
+  PAGEDKV_DEVICE void store(const Chunk& chunk, const float* acc, int acc_row_stride, float* max,
+                            float* sum) {
+    if (chunk.is_first && chunk.is_last) {
+      if (piece_.kv_head_idx == 0 && threadIdx.x == 0 && is_combined(launch_)) {
+        launch_.partial_chunks[piece_.row_tile_idx] = {0, -1};
+      }
+      store_results(acc, acc_row_stride, max, sum);
+    } else {
+      store_states(chunk, acc, acc_row_stride, max, sum);
+    }
+  }
+
+ private:
+  PAGEDKV_DEVICE int64_t token_of(int row) const {
+    return piece_.query_begin + (piece_.row_begin + row) / launch_.group;
+  }
+  PAGEDKV_DEVICE int64_t head_of(int row) const {
+    return piece_.kv_head_idx * launch_.group + (piece_.row_begin + row) % launch_.group;
+  }
+
+  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max, float* sum) const {
+    // `max` and `sum` of a row become what its values are multiplied with and divided by.
+#pragma unroll 1
+    for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {
+      const Normaliser normaliser =
+          normaliser_of(p_, head_of(row), piece_.kv_head_idx, max[row] * LN_2, sum[row]);
+      max[row] = normaliser.factor;
+      sum[row] = normaliser.sum;
+      if (p_.lse != nullptr) p_.lse[token_of(row) * p_.num_heads + head_of(row)] = normaliser.lse;
+    }
+    __syncthreads();
+    const int quads = static_cast<int>(p_.value_head_dim) / 4;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
+      const int row = i / quads, dim = i % quads * 4;
+      const Normaliser normaliser{max[row], sum[row], 0.0f};
+      const uint2 quad = normalised<Query>(normaliser, load_vector<float4>(acc + row * acc_row_stride + dim));
+      store_quad(out_row<Query>(p_, token_of(row), head_of(row)) + dim, quad, launch_.query_rows_are_aligned);
+    }
+  }
+
+  PAGEDKV_DEVICE void store_states(const Chunk& chunk, const float* acc, int acc_row_stride, const float* max,
+                                   const float* sum) const {
+    if (piece_.kv_head_idx == 0 && threadIdx.x == 0) {
+      int2& chunks = launch_.partial_chunks[piece_.row_tile_idx];
+      if (chunk.is_first) chunks.x = chunk.number;
+      if (chunk.is_last) chunks.y = chunk.number;
+    }
+    const int64_t state_idx = state_idx_of(launch_, chunk.number, chunk.is_first);
+    const int64_t first_row = (piece_.kv_head_idx * launch_.num_states + state_idx) * launch_.state_rows;
+#pragma unroll 1
+    for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {
+      launch_.partial_max_sum[first_row + row] = {max[row], sum[row]};
+    }
+    const int quads = static_cast<int>(p_.value_head_dim) / 4;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
+      const int row = i / quads, dim = i % quads * 4;
+      store_vector(launch_.partial_acc + (first_row + row) * p_.value_head_dim + dim,
+                   load_vector<float4>(acc + row * acc_row_stride + dim));
+    }
+  }
+
+  const AttentionLaunch& launch_;
+  const PagedAttentionParams& p_;
+  const Piece& piece_;
+};
+
+}  // namespace pagedkv::cuda

@@ -1,0 +1,1 @@
+"""Static limits of the CUDA kernels, read from what nvcc makes of them."""
