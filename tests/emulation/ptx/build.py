@@ -112,7 +112,7 @@ def stem(kernel: Path) -> str:
     return "_".join(kernel.relative_to(emulated.CSRC / "cuda").with_suffix("").parts)
 
 
-def compile_to_ptx(kernel: Path, architecture: int, output: Path) -> None:
+def compile_to_ptx(kernel: Path, architecture: int, output: Path, include: Path = emulated.CSRC) -> None:
     """Run nvcc with the flags of the package's build that have a say in the PTX, and with torch's."""
     command = [
         str(find_nvcc()),
@@ -121,7 +121,7 @@ def compile_to_ptx(kernel: Path, architecture: int, output: Path) -> None:
         *(flag for flag in setup_module().NVCC_FLAGS if not flag.startswith("-X")),
         "--expt-relaxed-constexpr",
         "-DPAGEDKV_WITH_CUDA",
-        f"-I{emulated.CSRC}",
+        f"-I{include}",
         str(kernel),
         "-o",
         str(output),
@@ -136,6 +136,13 @@ def demangle(names: list[str]) -> list[str]:
     result = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     plain = [name.replace("(anonymous namespace)::", "") for name in result.stdout.splitlines()]
     return [name.removeprefix("void ") for name in plain]
+
+
+def write_if_different(path: Path, text: str) -> Path:
+    """Leave a file's time alone where nothing has changed."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+    return path
 
 
 def digest(kernel: Path) -> str:
@@ -170,8 +177,6 @@ def generate(kernel: Path, architecture: int, directory: Path) -> list[Entry]:
     ptx = directory / f"{stem(kernel)}.{architecture}.ptx"
     compile_to_ptx(kernel, architecture, ptx)
     module = parser.parse(ptx.read_text(), ptx.name, str(emulated.ROOT))
-    for old in directory.glob(f"{stem(kernel)}.{architecture}.*.cpp"):
-        old.unlink()
     entries = []
     signatures = demangle([entry.name for entry in module.entries])
     for i, (function, signature) in enumerate(zip(module.entries, signatures, strict=True)):
@@ -180,7 +185,7 @@ def generate(kernel: Path, architecture: int, directory: Path) -> list[Entry]:
             raise parser.PtxError(f"{function.location}: {name}: a kernel takes one parameter")
         cpp_name = f"ptx_{architecture}_{function.name}"
         text = translator.translate(module, {cpp_name: function}, ptx.name)
-        (directory / f"{stem(kernel)}.{architecture}.{i}.cpp").write_text(text)
+        write_if_different(directory / f"{stem(kernel)}.{architecture}.{i}.cpp", text)
         num_bytes = function.parameters[0].num_bytes
         entries.append(
             Entry(stem(kernel), name, params, num_bytes, architecture, function.max_threads, cpp_name)
@@ -211,13 +216,6 @@ def registration(kernel: Path, entries: list[Entry]) -> str:
             f"{entry.architecture}}});",
         ]
     return "\n".join([*lines, "  return true;", "}();", ""])
-
-
-def write_if_different(path: Path, text: str) -> Path:
-    """Leave a file's time alone where nothing has changed."""
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
-    return path
 
 
 def build_directory() -> Path:
@@ -257,9 +255,15 @@ def generate_all(directory: Path) -> tuple[list[Entry], list[Path]]:
 
 @functools.cache
 def load() -> list[Entry]:
-    """Compile what has changed since the last call, in any process, and load the library."""
+    """Compile what has changed since the last call, in any process, and load the library.
+
+    ``PAGEDKV_EMULATOR_LIBRARY`` names another library to load, one made from this by exchanging kernels.
+    """
     directory = build_directory()
     directory.mkdir(parents=True, exist_ok=True)
+    if library := os.environ.get("PAGEDKV_EMULATOR_LIBRARY"):
+        torch.ops.load_library(library)
+        return []
     with emulated.exclusive(directory):
         entries, kernel_sources = generate_all(directory)
         emulated.load_library([*kernel_sources, HERE / "machine.cpp"], directory, FLAGS)

@@ -171,11 +171,11 @@ class Names:
         return f"{CPP_TYPES[ptx_type]}{{{bits}}}" if num_bytes == 2 and "x" not in ptx_type else bits
 
     def predicate(self, operand: str) -> str:
-        """A predicate, negated or not, or one of the constants 0 and 1."""
+        """A predicate, negated or not, or a constant: nvcc writes true as -1."""
         if operand.startswith("!"):
             return f"!{self.predicate(operand[1:])}"
-        if operand in ("0", "1"):
-            return "true" if operand == "1" else "false"
+        if _INTEGER.match(operand):
+            return "false" if operand == "0" else "true"
         if self.width(operand) != 1:
             raise PtxError(f"'{operand}' is not a predicate")
         return register_name(operand)

@@ -20,15 +20,12 @@ TESTS = Path(__file__).resolve().parent.parent.parent
 
 
 def test_files(entries: list[build.Entry]) -> list[Path]:
-    """The tests of the operators that the kernels belong to; of all operators for the first architecture."""
-    files = sorted(TESTS.glob("test_*.py"))
+    """For the first architecture every test, for another those of the operators that have kernels for it."""
     if any(entry.architecture == build.FIRST_ARCHITECTURE for entry in entries):
-        return files
-    return [
-        path
-        for path in files
-        if any(entry.file in path.stem or path.stem[5:] in entry.file for entry in entries)
-    ]
+        return [TESTS]
+    operators = {path.stem for path in (TESTS.parent / "csrc" / "cpu").glob("*.cpp")}
+    chosen = {name for name in operators for entry in entries if entry.file.startswith(name)}
+    return sorted(path for name in chosen for path in TESTS.glob(f"test_{name}*.py"))
 
 
 def run_tests(architecture: int, files: list[Path], executed: Path, arguments: list[str]) -> int:

@@ -50,6 +50,7 @@ CASES: list[tuple[str, list[int], list[int], int]] = [
     ("abs.s32 %d, %a", [32, 32], [-5], 5),
     ("not.b64 %d, %a", [64, 64], [5], ~5),
     ("not.pred %d, %a", [1, 1], [1], 0),
+    ("mov.pred %d, -1", [1], [], 1),
     ("and.b16 %d, %a, %b", [16, 16, 16], [0x0FF0, 0xFF00], 0x0F00),
     ("xor.pred %d, %a, %b", [1, 1, 1], [1, 1], 0),
     ("shl.b32 %d, %a, %b", [32, 32, 32], [1, 32], 0),
@@ -237,7 +238,7 @@ def test_instruction(library: Library, i: int) -> None:
     _, widths, values, expected = CASES[i]
     out, error = library.run(f"case_{i}", 1, values)
     assert error == ""
-    bits = out[:2].view(torch.int64).item()
+    bits = int(out[:2].view(torch.int64).item())
     width = 64 if widths[0] == 1 else widths[0]
     assert f"{bits & ((1 << width) - 1):#x}" == f"{expected & ((1 << width) - 1):#x}"
 
