@@ -23,6 +23,8 @@ def compute(
     """``destination = function(sources)`` with a type for each source; the result has the first one's."""
     destination, *sources = operands(instruction, len(types) + 1)
     result_type = result_type or types[0]
+    if flush and types[0] != "f32":
+        raise PtxError("the modifier '.ftz' is known for f32 only")
     infix = INFIX.get(function) if types[0] not in {"f16", "bf16", *PACKED} else None
     if infix and is_integer(types[0]):
         types = [f"u{8 * type_bytes(types[0])}"] * 2
@@ -39,16 +41,23 @@ def compute(
     return names.write(destination, result_type, f"ftz({result})" if flush else result)
 
 
-def arithmetic(function: str, num_sources: int, *known: str, result_type: str = "") -> Handler:
-    """An instruction whose sources have one type. ``rn`` is how everything is rounded."""
+def arithmetic(
+    function: str, num_sources: int, *known: str, only: Sequence[str] = (), result_type: str = ""
+) -> Handler:
+    """An instruction whose sources have one type, of ``only`` these. ``rn`` is how everything is rounded."""
 
     def handler(instruction: Instruction, names: Names) -> str:
         types, words = take(instruction, *known)
-        source_types = [one_type(types)] * num_sources
-        return compute(instruction, names, function, source_types, result_type, "ftz" in words)
+        ptx_type = one_type(types)
+        if only and ptx_type not in only:
+            raise PtxError(f"this instruction is not known for the type .{ptx_type}")
+        return compute(instruction, names, function, [ptx_type] * num_sources, result_type, "ftz" in words)
 
     return handler
 
+
+FLOAT = ("f32",)
+FLOAT_OR_HALF = ("f32", "f16", "bf16", *PACKED)
 
 HANDLERS |= {
     "add": arithmetic("add", 2, "rn", "ftz"),
@@ -57,7 +66,7 @@ HANDLERS |= {
     "rem": arithmetic("rem", 2),
     "abs": arithmetic("abs", 1, "ftz"),
     "neg": arithmetic("neg", 1, "ftz"),
-    "copysign": arithmetic("copysign", 2),
+    "copysign": arithmetic("copysign", 2, only=("f32", "f64")),
     "and": arithmetic("and", 2),
     "or": arithmetic("or", 2),
     "xor": arithmetic("xor", 2),
@@ -65,14 +74,14 @@ HANDLERS |= {
     "popc": arithmetic("popc", 1, result_type="u32"),
     "clz": arithmetic("clz", 1, result_type="u32"),
     "brev": arithmetic("brev", 1),
-    "rcp": arithmetic("rcp", 1, "rn", "approx", "ftz"),
-    "sqrt": arithmetic("sqrt", 1, "rn", "approx", "ftz"),
-    "rsqrt": arithmetic("rsqrt", 1, "approx", "ftz"),
-    "ex2": arithmetic("ex2", 1, "approx", "ftz"),
-    "lg2": arithmetic("lg2", 1, "approx", "ftz"),
-    "sin": arithmetic("sin", 1, "approx", "ftz"),
-    "cos": arithmetic("cos", 1, "approx", "ftz"),
-    "tanh": arithmetic("tanh", 1, "approx"),
+    "rcp": arithmetic("rcp", 1, "rn", "approx", "ftz", only=FLOAT),
+    "sqrt": arithmetic("sqrt", 1, "rn", "approx", "ftz", only=FLOAT),
+    "rsqrt": arithmetic("rsqrt", 1, "approx", "ftz", only=FLOAT),
+    "ex2": arithmetic("ex2", 1, "approx", "ftz", only=FLOAT_OR_HALF),
+    "lg2": arithmetic("lg2", 1, "approx", "ftz", only=FLOAT),
+    "sin": arithmetic("sin", 1, "approx", "ftz", only=FLOAT),
+    "cos": arithmetic("cos", 1, "approx", "ftz", only=FLOAT),
+    "tanh": arithmetic("tanh", 1, "approx", only=FLOAT_OR_HALF),
 }
 
 

@@ -86,6 +86,12 @@ def find_nvcc() -> Path:
     return nvcc
 
 
+@functools.cache
+def nvcc_version() -> bytes:
+    """All that nvcc says of itself."""
+    return subprocess.run([find_nvcc(), "--version"], capture_output=True, check=True).stdout
+
+
 def included_files(path: Path) -> list[Path]:
     """A source file and all files of ``csrc`` that it includes."""
     found: dict[Path, None] = {}
@@ -147,9 +153,7 @@ def write_if_different(path: Path, text: str) -> Path:
 
 def digest(kernel: Path) -> str:
     """Of all that the PTX of a kernel file and its translation are made from."""
-    digest = hashlib.sha256(
-        subprocess.run([find_nvcc(), "--version"], capture_output=True, check=True).stdout
-    )
+    digest = hashlib.sha256(nvcc_version())
     translator_files = [path for path in HERE.glob("*.py") if path.name != "run.py"]
     for path in sorted([*included_files(kernel), *translator_files, emulated.ROOT / "setup.py"]):
         digest.update(path.read_bytes())

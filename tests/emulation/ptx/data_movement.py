@@ -166,7 +166,7 @@ ATOMIC_UPDATES = {
 @handles("atom", "red")
 def _atomic(instruction: Instruction, names: Names) -> str:
     ptx_type, space, words = take_memory(instruction, *ATOMIC_UPDATES)
-    if len(words) != 1 or ptx_type in PACKED:
+    if len(words) != 1 or ptx_type in ("f16", "bf16", *PACKED):
         raise PtxError("this atomic operation is not known")
     (operation,) = words
     if instruction.opcode == "red":

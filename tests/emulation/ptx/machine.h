@@ -361,6 +361,17 @@ PAGEDKV_PTX float sin(float a) { return std::sin(a); }
 PAGEDKV_PTX float cos(float a) { return std::cos(a); }
 PAGEDKV_PTX float tanh(float a) { return std::tanh(a); }
 
+template <class T>
+  requires is_half_v<T>
+PAGEDKV_PTX T ex2(T a) {
+  return narrow<T>(ex2(to_float(a)));
+}
+template <class T>
+  requires is_half_v<T>
+PAGEDKV_PTX T tanh(T a) {
+  return narrow<T>(tanh(to_float(a)));
+}
+
 // An instruction on both halves of a register.
 template <class T, class Operation, class... Registers>
 PAGEDKV_PTX uint32_t per_half(Operation operation, Registers... registers) {

@@ -94,6 +94,8 @@ CASES: list[tuple[str, list[int], list[int], int]] = [
     ("mul.rn.bf16x2 %d, %a, %b", [32, 32, 32], [0x3F804000, 0x40004000], 0x40004080),
     ("add.f16 %d, %a, %b", [16, 16, 16], [0x3C00, 0x7C00], 0x7C00),
     ("neg.f16x2 %d, %a", [32, 32], [0x3C00BC00], 0xBC003C00),
+    ("ex2.approx.f16x2 %d, %a", [32, 32], [0x3C004000], 0x40004400),
+    ("tanh.approx.f32 %d, %a", [32, 32], [INFINITY], ONE),
     # Comparison and selection
     ("setp.lt.s32 %d, %a, %b", [1, 32, 32], [-1, 1], 1),
     ("setp.lt.u32 %d, %a, %b", [1, 32, 32], [-1, 1], 0),
@@ -308,6 +310,8 @@ def test_fault(library: Library, name: str, text: str) -> None:
     ("fma.rn.f128 %a, %a, %a, %a;", "the modifier '.f128' is not known"),
     ("frobnicate.b32 %a, %a;", "the instruction 'frobnicate' is not known"),
     ("add.sat.s32 %a, %a, %a;", "the modifier '.sat' is not known"),
+    ("rcp.rn.f64 %a, %a;", "this instruction is not known for the type .f64"),
+    ("mul.rn.ftz.f16x2 %a, %a, %a;", "the modifier '.ftz' is known for f32 only"),
     ("add.s32 %a, %a;", "3 operands were expected"),
     ("add.s32 %a, %a, %b;", "the operand '%b' is not known"),
     ("add.s64 %a, %a, %a;", "the operand '%a' is narrower than its use"),
