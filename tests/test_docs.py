@@ -36,6 +36,7 @@ MODULES = [
     "pagedkv.generation.linear",
     "pagedkv.generation.requests",
     "pagedkv.generation.sampling",
+    "pagedkv.integrations.flash_attn",
     "pagedkv.integrations.llama",
     "pagedkv.integrations.ragged",
     "pagedkv.integrations.transformers",

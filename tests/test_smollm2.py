@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_continuous_batching import generate_batch
 
 from pagedkv.generation import Generator
 from pagedkv.integrations.llama import RaggedLlama
@@ -61,3 +62,10 @@ def test_generator(smollm2: Any, expected: list[list[int]], runner: Any, prefix_
         assert requests[1].num_cached_tokens > 0  # the chat template's system prompt
     else:
         assert generator.stats.num_preemptions > 0
+
+
+def test_continuous_batching_of_transformers(smollm2: Any, expected: list[list[int]]) -> None:
+    model, _, prompts = smollm2
+    sdpa = generate_batch(model, "sdpa", prompts, NUM_TOKENS)
+    assert generate_batch(model, "pagedkv_flash", prompts, NUM_TOKENS) == sdpa
+    assert [row[: len(tokens)] for row, tokens in zip(sdpa, expected, strict=True)] == expected
