@@ -10,7 +10,7 @@ from pagedkv.generation.requests import Sampling
 
 def greedy_tokens(logits: Tensor) -> list[int]:
     """The likeliest token of each row of `[num_rows, vocab_size]`; of equal ones the first."""
-    tokens: list[int] = logits.argmax(-1).tolist()
+    tokens: list[int] = logits.max(-1).indices.tolist()  # several times faster than argmax in bfloat16
     return tokens
 
 
