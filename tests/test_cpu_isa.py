@@ -1,4 +1,4 @@
-"""The instruction sets of CPU attention: each gives what the operator's tests ask for, and one is chosen by name."""
+"""The instruction sets of CPU attention: each passes the operator's tests, and one is chosen by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// Reads lines of "<architecture> <registers> <threads> <shared bytes>" and answers each with how many such CTAs an SM
-// holds, by CUDA's own calculation.
+// Reads lines of "<architecture> <registers> <threads> <shared bytes>" and answers each with how many such
+// CTAs an SM holds, by CUDA's own calculation.
 #include <cuda_occupancy.h>
 
 #include <cstdio>
@@ -14,7 +14,7 @@ struct Architecture {
 
 // CUDA C++ Programming Guide, "Compute Capabilities": technical specifications.
 constexpr Architecture ARCHITECTURES[] = {
-    {"sm_80", 8, 0, 2048, 164}, {"sm_86", 8, 6, 1536, 100},  {"sm_89", 8, 9, 1536, 100},
+    {"sm_80", 8, 0, 2048, 164}, {"sm_86", 8, 6, 1536, 100},   {"sm_89", 8, 9, 1536, 100},
     {"sm_90", 9, 0, 2048, 228}, {"sm_100", 10, 0, 2048, 228}, {"sm_120", 12, 0, 1536, 100},
 };
 
