@@ -85,6 +85,11 @@ class BlockAllocator {
   void free(int64_t block) { free_many({&block, 1}); }
   void free_many(std::span<const int64_t> blocks);
   void incr_ref(int64_t block);
+  // incr_ref in two steps, for the tables: the first throws, the second cannot fail.
+  void require_used(int32_t block) const {
+    if (!is_used(block)) reject("reference", block);
+  }
+  void share(int32_t block) noexcept { ++states_[block].owners; }
 
   // One more owner of a block that is used or cached; unchecked, for the tables.
   void acquire(int32_t block) noexcept;

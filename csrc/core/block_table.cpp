@@ -98,11 +98,10 @@ void BlockTable::write_slots(int64_t begin, int64_t end, int64_t* slots) const {
 
 BlockTable BlockTable::fork() const {
   BlockTable child(std::nullopt, allocator_);
-  child.blocks_.reserve(blocks_.size());
-  for (const int32_t block : blocks_) {
-    if (block != NO_BLOCK) allocator_->incr_ref(block);
-    child.blocks_.push_back(block);  // one by one, so that `child` gives back exactly what it took
-  }
+  // Blocks that somebody freed through the allocator are found before the first is shared.
+  for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->require_used(blocks_[i]);
+  child.blocks_ = blocks_;
+  for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->share(blocks_[i]);
   child.num_tokens_ = num_tokens_;
   child.num_released_ = num_released_;
   child.keep_tail_ = keep_tail_;
