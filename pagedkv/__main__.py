@@ -16,7 +16,8 @@ def describe_cpu() -> list[str]:
     """The CPU back-end: every build has it."""
     return [
         f"yes, {torch.get_num_threads()} threads (torch.set_num_threads)",
-        f"instruction set: portable C++, compiled for any {platform.machine()}",
+        f"instruction set of attention: {_loader.CPU_ISA} "
+        f"(PAGEDKV_CPU_ISA sets another of {_loader.CPU_ISAS})",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pagedkv import _core
+from pagedkv._staging import PinnedStaging
 
 
 class BatchBuffers:
@@ -20,9 +21,15 @@ class BatchBuffers:
     """
 
     def __init__(
-        self, num_groups: int, max_seqs: int, max_tokens: int, max_blocks: int, device: torch.device
+        self,
+        num_groups: int,
+        max_seqs: int,
+        max_tokens: int,
+        max_blocks: int,
+        device: torch.device,
+        staging: PinnedStaging | None,
     ) -> None:
-        """Allocate them; on the CPU the tensors are the arrays that the C++ core writes."""
+        """Allocate them; without staging, on the CPU, the tensors are the arrays that the C++ core writes."""
         self.max_seqs, self.max_tokens, self.max_blocks = max_seqs, max_tokens, max_blocks
         self._core = _core.BatchBuffers(num_groups, max_seqs, max_blocks, max_tokens)
         self._host = [
@@ -34,15 +41,17 @@ class BatchBuffers:
                 self._core.slot_mapping,
             )
         ]
-        self._on_host = device.type == "cpu"
-        self._device = self._host if self._on_host else [t.to(device) for t in self._host]
+        self._staging = staging
+        self._tensors = self._host if staging is None else [tensor.to(device) for tensor in self._host]
 
-    def tensors(self, num_seqs: int, num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def tensors(self, num_seqs: int, num_tokens: int) -> list[torch.Tensor]:
         """The batch that was written last: block_tables, context_lens, query_start_loc, slot_mapping."""
-        sizes = ((1, num_seqs), (0, num_seqs), (0, num_seqs + 1), (1, num_tokens))
-        parts = [tensor.narrow(dim, 0, size) for tensor, (dim, size) in zip(self._device, sizes, strict=True)]
-        if not self._on_host:
-            for host, (dim, size), part in zip(self._host, sizes, parts, strict=True):
-                # torch does not hand out the pinned memory again before the copy out of it is done.
-                part.copy_(host.narrow(dim, 0, size).contiguous().pin_memory(), non_blocking=True)
-        return tuple(parts)
+
+        def parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            sizes = ((1, num_seqs), (0, num_seqs), (0, num_seqs + 1), (1, num_tokens))
+            return [tensor.narrow(dim, 0, size) for tensor, (dim, size) in zip(tensors, sizes, strict=True)]
+
+        written = parts(self._tensors)
+        if self._staging is not None:
+            self._staging.send([part.numpy() for part in parts(self._host)], written)
+        return written

@@ -50,8 +50,30 @@ class Capacity:
         """
         return self._settled_core().evict(num_blocks)
 
+    def swap_out_prefixes(self, num_blocks: int) -> int:
+        """Move the blocks that `evict` would give up to the host, where `add_sequence` finds them; how many.
+
+        Where the host is full, the least recently used of the prefixes there make room; fewer blocks are
+        moved where swapped-out sequences use all of it. On CUDA the copy runs beside other work, and the
+        blocks are free when it is done.
+
+        Raises:
+            ValueError: num_blocks is negative; the cache has no host blocks.
+
+        >>> cache = pagedkv.PagedKVCache(
+        ...     1, 1, 8, num_blocks=4, block_size=2, prefix_caching=True, num_host_blocks=4
+        ... )
+        >>> seq = cache.add_sequence(range(5)); cache.commit(cache.batch([seq])); seq.free()
+        >>> cache.swap_out_prefixes(2), cache.stats().num_cached, cache.probe(range(5))
+        (2, 0, 4)
+        """
+        if self._host is None:
+            raise ValueError("the cache has no host blocks to swap to: make it with num_host_blocks")
+        self._settled_core()
+        return self._host.swap_out_prefixes(num_blocks)
+
     def reset_prefix_cache(self) -> None:
-        """Forget every prefix: after the model's weights have changed, say.
+        """Forget every prefix, on the host too: after the model's weights have changed, say.
 
         Raises:
             ValueError: a sequence has blocks, which would be of the old state.
@@ -71,13 +93,13 @@ class Capacity:
         """Whether a new sequence would find the blocks for all its tokens now.
 
         It says what `add_sequence` and a batch of that sequence would do, exactly: blocks that would be found
-        in the prefix cache are not counted twice.
+        in the prefix cache are not counted twice, and limits are kept.
 
         Args:
             num_tokens: how many, or their ids, for which the prefix cache is looked at.
             salt: as for `add_sequence`.
             extra_key: as for `add_sequence`.
-            num_spare_blocks: blocks that must be left over, for sequences that grow.
+            num_spare_blocks: blocks that must be left over, for sequences that grow: a watermark.
 
         Raises:
             ValueError: a negative number.
@@ -100,7 +122,7 @@ class Capacity:
         """Whether counts[i] more tokens of sequences[i] would find their blocks now.
 
         It says what a batch of all uncomputed tokens and those would do, exactly: copies of shared blocks are
-            counted, and the slack in last blocks is used.
+        counted, the slack in last blocks is used, and limits are kept.
 
         Args:
             sequences: distinct sequences of this cache.

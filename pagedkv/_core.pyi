@@ -121,24 +121,41 @@ class BatchBuffers:
     def slot_mapping(self) -> npt.NDArray[np.int64]:
         """[num_groups, max_tokens]."""
 
+class Counts:
+    """What `Sequences.counts` returns: numbers of one moment."""
+
+    num_used: int
+    num_cached: int
+    num_filled_slots: int
+    peak_used: int
+    num_evictions: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_host_used: int
+    num_host_cached: int
+    num_host_hits: int
+
 class Sequences:
     """The sequences of one cache and the allocator they share, in terms of ids."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, windows: Sequence[int] = (0,), num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: Sequence[int] = (0,),
+        num_host_blocks: int = 0,
+        max_used_blocks: int | None = None,
+        max_tokens_per_seq: int | None = None,
+        compare_tokens: bool = False,
+        key_bits: int = 256,
     ) -> None: ...
     @property
     def num_free_blocks(self) -> int: ...
     @property
-    def peak_used_blocks(self) -> int: ...
-    @property
     def num_cached_blocks(self) -> int:
         """Blocks that only the prefix cache keeps; they count as free too."""
-    @property
-    def num_evictions(self) -> int: ...
-    @property
-    def prefix_counts(self) -> tuple[int, int]:
-        """(tokens looked up, tokens found), over all sequences added with a root."""
+    def counts(self) -> Counts:
+        """Count blocks, filled slots and hits; O(num_blocks)."""
     def add(
         self,
         token_ids: Iterable[int] | npt.NDArray[np.integer] | None = None,
@@ -204,6 +221,10 @@ class Sequences:
         """Move a sequence to host blocks; a transfer and its copies, [num_pairs, 2], for the caller."""
     def swap_in(self, id: int) -> tuple[int, npt.NDArray[np.int64]]:
         """Move it back."""
+    def swap_out_prefixes(self, count: int) -> tuple[int, int, npt.NDArray[np.int64]]:
+        """Move the blocks that `evict` would free to the host; how many, a transfer and its copies."""
+    def take_arrivals(self) -> list[tuple[int, npt.NDArray[np.int64]]]:
+        """What `add` has brought back from the host since the last call: transfers and their copies."""
     def finish_transfer(self, transfer_id: int) -> None:
         """The copies have run: the blocks that they read may be handed out."""
     def is_swapped_out(self, id: int) -> bool: ...

@@ -13,7 +13,7 @@ import torch
 from pagedkv import _core
 
 if TYPE_CHECKING:
-    from pagedkv._buffers import BatchBuffers
+    from pagedkv._batching import Batching
     from pagedkv._swap import HostPool
     from pagedkv.cache import PagedKVCache
 
@@ -250,23 +250,16 @@ class Batch:
 
     def __init__(
         self,
-        cache: PagedKVCache,
         sequences: tuple[Sequence, ...],
         arrays: _core.Batch,
-        buffers: BatchBuffers | None,
+        tensors: list[torch.Tensor],
+        cache: Batching,
     ) -> None:
-        """Move the arrays of an open batch to the cache's device, or find them in the buffers."""
+        """Wrap what the cache's C++ core says, and the tensors of it on the cache's device."""
         self.sequences = sequences
         self.num_tokens = arrays.num_tokens
-        if buffers is None:
-            # [num_groups, num_seqs, max_blocks] and [num_groups, num_tokens]
-            self._block_tables = cache._to_device(arrays.block_tables)
-            self._slot_mappings = cache._to_device(arrays.slot_mapping)
-            self.context_lens = cache._to_device(arrays.context_lens)
-            self.query_start_loc = cache._to_device(arrays.query_start_loc)
-        else:
-            tensors = buffers.tensors(len(sequences), arrays.num_tokens)
-            self._block_tables, self.context_lens, self.query_start_loc, self._slot_mappings = tensors
+        # [num_groups, num_seqs, max_blocks] and [num_groups, num_tokens]
+        self._block_tables, self.context_lens, self.query_start_loc, self._slot_mappings = tensors
         self.max_query_len = arrays.max_query_len
         self._cache = cache
         self._batch_id = arrays.batch_id
@@ -275,8 +268,8 @@ class Batch:
 
     def __del__(self) -> None:
         """End a batch that nobody has any more: commit it if its last layer was attended, else abandon it."""
-        if getattr(self, "_state", "") == "open":
-            self._cache._close(self, "committed" if self._all_attended() else "abandoned")
+        if hasattr(self, "_state"):
+            self._cache._end_lost(self)
 
     @property
     def block_tables(self) -> torch.Tensor:

@@ -19,7 +19,11 @@ if torch.__version__ != _build_info.TORCH_VERSION:
         "`pip install --no-build-isolation --force-reinstall --no-deps <the pagedkv source>`"
     )
 
-from pagedkv import _C  # type: ignore[attr-defined]  # noqa: F401
+from pagedkv import _C  # type: ignore[attr-defined]
+
+# Which kernels CPU attention uses, and which this processor could, worst first.
+CPU_ISA: str = _C.CPU_ISA
+CPU_ISAS: str = _C.CPU_ISAS
 
 _OPS = (
     "copy_blocks",

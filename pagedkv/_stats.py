@@ -38,6 +38,10 @@ class CacheStats:
     """Blocks of the host's pool."""
     num_host_used: int
     """Of these, the ones that some swapped-out sequence maps."""
+    num_host_cached: int
+    """Of the others, the ones that are kept for the prefixes they hold."""
+    host_hits: int
+    """Blocks of prefixes that `add_sequence` has brought back from the host so far."""
     host_bytes: int
     """Bytes of the host's tensors."""
 
@@ -67,25 +71,26 @@ class Observability:
         >>> cache.stats().utilization
         0.75
         """
-        core = self._settled_core()
-        _, filled, _, _ = core.usage()
-        num_used = self.num_blocks - core.num_free_blocks
-        utilization = int(filled.sum()) / (num_used * self.block_size) if num_used > 0 else 1.0
-        num_queried, num_hit = core.prefix_counts
+        counts = self._settled_core().counts()
+        num_slots = counts.num_used * self.block_size
+        utilization = counts.num_filled_slots / num_slots if num_slots > 0 else 1.0
+        num_queried = counts.num_queried_tokens
         scales = [scale for scale in (self.k_scales, self.v_scales) if scale is not None]
         return CacheStats(
             num_blocks=self.num_blocks,
-            num_used=num_used,
-            num_cached=core.num_cached_blocks,
-            num_free=core.num_free_blocks - core.num_cached_blocks,
+            num_used=counts.num_used,
+            num_cached=counts.num_cached,
+            num_free=self.num_blocks - counts.num_used - counts.num_cached,
             utilization=utilization,
             internal_fragmentation=1.0 - utilization,
-            peak_used=core.peak_used_blocks,
-            hit_rate=num_hit / num_queried if num_queried > 0 else 0.0,
-            evictions=core.num_evictions,
+            peak_used=counts.peak_used,
+            hit_rate=counts.num_hit_tokens / num_queried if num_queried > 0 else 0.0,
+            evictions=counts.num_evictions,
             bytes=sum(tensor.nbytes for tensor in [*self._key_tensors, *self._value_tensors, *scales]),
             num_host_blocks=self.num_host_blocks,
-            num_host_used=self.num_host_blocks - core.num_free_host_blocks,
+            num_host_used=counts.num_host_used,
+            num_host_cached=counts.num_host_cached,
+            host_hits=counts.num_host_hits,
             host_bytes=0 if self._host is None else self._host.nbytes,
         )
 

@@ -1,7 +1,8 @@
 """`PagedKVCache`: key and value pools, the sequences in them, and the batches that an attention layer needs.
 
-The bookkeeping is C++ (`pagedkv._core`); this module holds the tensors. Its calls hold the GIL, so threads
-may share a cache as long as no two of them work on one batch at the same time.
+The bookkeeping is C++ (`pagedkv._core`); this module holds the tensors. Threads may share a cache as long as
+no two of them work on one sequence or one batch at the same time: calls of the C++ core exclude each other,
+and what takes a call and copies of blocks is done under the cache's lock.
 """
 
 from __future__ import annotations
@@ -9,25 +10,25 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from pagedkv import _core, _pool, ops
+from pagedkv import _core, _pool
+from pagedkv._batching import Batching
 from pagedkv._buffers import BatchBuffers
 from pagedkv._capacity import Capacity
-from pagedkv._handles import Batch, Ints, Sequence, host_ints, reusable_ints
+from pagedkv._handles import Batch, Ints, Sequence, host_ints
 from pagedkv._layers import group_layers
 from pagedkv._prefix import Extra, prefix_root
+from pagedkv._staging import PinnedStaging
 from pagedkv._stats import CacheStats, Observability
 from pagedkv._swap import HostPool
 
 __all__ = ["Batch", "BatchBuffers", "CacheStats", "PagedKVCache", "Sequence"]
 
 
-class PagedKVCache(Capacity, Observability):
+class PagedKVCache(Batching, Capacity, Observability):
     """A paged key-value cache for all layers of a model.
 
     One key and one value tensor a layer, `key_caches[layer]` and `value_caches[layer]`, each
@@ -56,7 +57,13 @@ class PagedKVCache(Capacity, Observability):
         prefix_caching: keep the full blocks of computed prompts, and reuse them for sequences that start with
             the same tokens. Blocks are found by a SHA-256 of all tokens up to their end, which is taken to
             differ where tokens do.
-        num_host_blocks: blocks on the host for sequences that are swapped out, pinned where device is CUDA.
+        compare_tokens: keep the ids of these tokens too (8 bytes each), and compare them at each hit, instead
+            of relying on the hash. The block where a prompt leaves the known ones is reused then as well, by
+            copy, up to the token where they differ.
+        num_host_blocks: blocks on the host for sequences and prefixes that are swapped out, pinned where
+            device is CUDA.
+        max_used_blocks: how many blocks sequences may use at a time; the others keep prefixes.
+        max_tokens_per_seq: how long a sequence can become.
         sliding_window: how many keys a query sees, itself included: one for all layers, or one (or None) a
             layer. Blocks behind it are given back, and `attend` gets it as its window.
 
@@ -87,7 +94,10 @@ class PagedKVCache(Capacity, Observability):
         k_scales: torch.Tensor | float | None = None,
         v_scales: torch.Tensor | float | None = None,
         prefix_caching: bool = False,
+        compare_tokens: bool = False,
         num_host_blocks: int = 0,
+        max_used_blocks: int | None = None,
+        max_tokens_per_seq: int | None = None,
         sliding_window: int | Iterable[int | None] | None = None,
     ) -> None:
         """Allocate the pool; see the class."""
@@ -123,20 +133,31 @@ class PagedKVCache(Capacity, Observability):
         self.num_blocks = _pool.choose_num_blocks(
             num_blocks, memory, self.bytes_per_block, scales_bytes, self.device
         )
-        self._core = _core.Sequences(self.num_blocks, block_size, self._groups.windows, num_host_blocks)
+        if compare_tokens and not prefix_caching:
+            raise ValueError("compare_tokens is for caches with prefix_caching=True")
+        self._core = _core.Sequences(
+            self.num_blocks,
+            block_size,
+            self._groups.windows,
+            num_host_blocks,
+            max_used_blocks=max_used_blocks,
+            max_tokens_per_seq=max_tokens_per_seq,
+            compare_tokens=compare_tokens,
+        )
         self._key_tensors = self._make_caches(self.head_dim)
         self._value_tensors = self._make_caches(self.value_head_dim)
         self.key_caches = [self._key_tensors[i] for i in self._groups.tensor_of_layer]
         self.value_caches = [self._value_tensors[i] for i in self._groups.tensor_of_layer]
         self.device = self.key_caches[0].device  # "cuda" has become "cuda:0"
         self.num_host_blocks = num_host_blocks
+        self._lock = threading.RLock()
+        self._staging = PinnedStaging(self.device) if self.device.type == "cuda" else None
         self._host: HostPool | None = None
         if num_host_blocks > 0:
             tensors = [*self._key_tensors, *self._value_tensors]
-            self._host = HostPool(self._core, tensors, num_host_blocks, self.device)
+            self._host = HostPool(self._core, tensors, num_host_blocks, self.device, self._lock)
         # Weak: a batch that nobody has any more ends itself (Batch.__del__).
         self._open_batches: weakref.WeakValueDictionary[int, Batch] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()
         self.prefix_caching = prefix_caching
         self._plain_root = prefix_root(None, None, block_size)
 
@@ -159,7 +180,8 @@ class PagedKVCache(Capacity, Observability):
         """Make a sequence of these tokens; blocks are taken by the batches that compute them.
 
         With prefix_caching the blocks that hold the longest known prefix are reused, and kept from eviction,
-        at once: `num_cached_tokens` of the tokens are computed already, at most all but the last.
+        at once: `num_cached_tokens` of the tokens are computed already, at most all but the last. What of
+        them is on the host is brought back, as far as there are free blocks for it.
 
         Args:
             token_ids: `[n]` ids, any sequence, array or tensor of integers.
@@ -168,7 +190,8 @@ class PagedKVCache(Capacity, Observability):
             extra_key: what else keys and values depend on, such as the id of an adapter; of the same types.
 
         Raises:
-            ValueError: token_ids and num_tokens are given; num_tokens is negative.
+            ValueError: token_ids and num_tokens are given; num_tokens is negative; more than
+                max_tokens_per_seq.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2, prefix_caching=True)
         >>> seq = cache.add_sequence(range(5)); cache.commit(cache.batch([seq]))
@@ -179,8 +202,11 @@ class PagedKVCache(Capacity, Observability):
             return Sequence(self, self._settled_core().add(None, num_tokens))
         if num_tokens != 0:
             raise ValueError("add_sequence takes token_ids or num_tokens, not both")
-        root = self._root(salt, extra_key) if self.prefix_caching else None
-        return Sequence(self, self._settled_core().add(host_ints(token_ids), 0, root))
+        core, ids = self._settled_core(), host_ints(token_ids)
+        if not self.prefix_caching:
+            return Sequence(self, core.add(ids, 0))
+        root = self._root(salt, extra_key)
+        return Sequence(self, core.add(ids, 0, root) if self._host is None else self._host.add(ids, root))
 
     def reorder(self, sequences: Iterable[Sequence], parents: Ints) -> None:
         """Make sequences[i] what sequences[parents[i]] was: the step of a beam search.
@@ -206,11 +232,12 @@ class PagedKVCache(Capacity, Observability):
         """Append token_ids[i] to sequences[i], or a token without an id to each: a decode step in one call.
 
         Args:
-            sequences: of this cache.
+            sequences: distinct sequences of this cache.
             token_ids: `[num_seqs]`.
 
         Raises:
-            ValueError: a sequence was freed or belongs to another cache; not one id a sequence.
+            ValueError: a sequence was freed, is listed twice, belongs to another cache, or would have more
+                than max_tokens_per_seq tokens; not one id a sequence. Nothing was changed.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4)
         >>> seqs = [cache.add_sequence([1, 2]), cache.add_sequence([3])]
@@ -220,179 +247,9 @@ class PagedKVCache(Capacity, Observability):
         ids = self._ids(tuple(sequences))
         self._settled_core().append_each(ids, None if token_ids is None else host_ints(token_ids))
 
-    def make_buffers(self, max_seqs: int, max_tokens: int, max_tokens_per_seq: int) -> BatchBuffers:
-        """Tensors for many batches, one after the other: fixed addresses, and only what changes is written.
-
-        Args:
-            max_seqs: sequences of a batch.
-            max_tokens: query tokens of a batch, all sequences together.
-            max_tokens_per_seq: context of a sequence.
-
-        Raises:
-            ValueError: a size below 1.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2)
-        >>> buffers = cache.make_buffers(max_seqs=2, max_tokens=8, max_tokens_per_seq=6)
-        >>> seq = cache.add_sequence(range(3)); cache.batch([seq], buffers=buffers).block_tables
-        tensor([[ 0,  1, -1]], dtype=torch.int32)
-        """
-        sizes = {"max_seqs": max_seqs, "max_tokens": max_tokens, "max_tokens_per_seq": max_tokens_per_seq}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
-        max_blocks = -(-max_tokens_per_seq // self.block_size)
-        return BatchBuffers(len(self._groups.windows), max_seqs, max_tokens, max_blocks, self.device)
-
-    def batch(
-        self,
-        sequences: Iterable[Sequence],
-        query_lens: Ints | None = None,
-        *,
-        buffers: BatchBuffers | None = None,
-    ) -> Batch:
-        """Open a batch over the next uncomputed tokens of each sequence: take their blocks, all or nothing.
-
-        Blocks that are shared with other sequences and written here are copied first.
-
-        Args:
-            sequences: distinct sequences of this cache; none of them in an open batch.
-            query_lens: `[num_seqs]`, how many of the uncomputed tokens each computes, 0 allowed; None: all.
-            buffers: from `make_buffers`: the batch's tensors are parts of them, until the next batch is.
-
-        Raises:
-            OutOfMemoryError: too few blocks are free; nothing was changed.
-            ValueError: a sequence was freed, is listed twice, belongs to another cache, or is in a batch that
-                was neither committed nor abandoned; more tokens than are uncomputed; buffers too small.
-
-        >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2)
-        >>> a, b = cache.add_sequence([1, 2, 3]), cache.add_sequence([4])
-        >>> cache.batch([a, b]).block_tables.tolist()
-        [[0, 1], [2, -1]]
-        """
-        handles = tuple(sequences)
-        lens = None if query_lens is None else reusable_ints(query_lens)
-        core_buffers = None if buffers is None else buffers._core
-        core, ids = self._settled_core(), self._ids(handles)
-        try:
-            arrays = core.open_batch(ids, lens, core_buffers)
-        except _core.OutOfMemoryError:
-            if self._host is None or not self._host.finish(wait=True):
-                raise
-            arrays = core.open_batch(ids, lens, core_buffers)
-        if self._host is not None:
-            self._host.wait_for_arrivals()
-        if len(arrays.copies) > 0:
-            # Should this fail, the sequences stay in a batch that nobody has: they can be freed, but not
-            # read.
-            ops.copy_blocks(self._key_tensors, self._value_tensors, torch.from_numpy(arrays.copies))
-        batch = Batch(self, handles, arrays, buffers)
-        self._open_batches[batch._batch_id] = batch
-        return batch
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, **options: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Write the batch's keys and values of one layer, then attend.
-
-        With the last layer the batch is committed. Can be traced by `torch.compile(fullgraph=True)`.
-
-        Args:
-            layer: 0 to num_layers - 1, in any order.
-            q: `[num_tokens, num_heads, head_dim]` dtype, rows as in `batch.query_start_loc`.
-            k: `[num_tokens, num_kv_heads, head_dim]` dtype.
-            v: `[num_tokens, num_kv_heads, value_head_dim]` dtype.
-            batch: an open batch of this cache.
-            options: keywords of `pagedkv.paged_attention`: window, softcap, sinks, return_lse, ... A layer
-                with a sliding window has it as its window, or a narrower one.
-
-        Returns:
-            `[num_tokens, num_heads, value_head_dim]` dtype, and the lse with return_lse=True.
-
-        Raises:
-            IndexError: there is no such layer.
-            ValueError: the batch is another cache's, committed, abandoned, or has lost a sequence to `free`;
-                a window that is wider than the layer's; q, k or v of another number of rows.
-        """
-        if batch._cache is not self:
-            raise ValueError("the batch belongs to another cache")
-        batch._require_open("attend")
-        if batch._all_attended():
-            raise ValueError("cannot attend the batch: it was committed when its last layer was attended")
-        if not 0 <= layer < self.num_layers:
-            raise IndexError(f"layer {layer} is outside 0 to {self.num_layers - 1}")
-        group, sliding_window = self._groups.group_of_layer[layer], self._groups.window_of_layer(layer)
-        if sliding_window is not None:
-            window = options.setdefault("window", sliding_window)
-            if window is None or window > sliding_window:
-                raise ValueError(f"window is {window}, but layer {layer} keeps only {sliding_window} keys")
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.shape[0] != batch.num_tokens:
-                raise ValueError(
-                    f"{name} has {tensor.shape[0]} rows, but the batch has {batch.num_tokens} tokens"
-                )
-        key_cache, value_cache = self.key_caches[layer], self.value_caches[layer]
-        k_scale = None if self.k_scales is None else self.k_scales[layer]
-        v_scale = None if self.v_scales is None else self.v_scales[layer]
-        ops.reshape_and_cache(
-            k, v, key_cache, value_cache, batch._slot_mappings[group], k_scale=k_scale, v_scale=v_scale
-        )
-        out = ops.paged_attention(
-            q,
-            batch._block_tables[group],
-            key_cache,
-            value_cache,
-            batch.context_lens,
-            query_start_loc=batch.query_start_loc,
-            max_query_len=batch.max_query_len,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            **options,
-        )
-        # The C++ core hears of it at the next call that asks (_settled_core): a call here would break a
-        # traced graph.
-        batch._attended.add(layer)
-        return out
-
-    def commit(self, batch: Batch) -> None:
-        """Count the batch's tokens as computed. A second commit does nothing.
-
-        `attend` does so by itself with the last layer.
-
-        Raises:
-            ValueError: the batch is another cache's, was abandoned, or has lost a sequence to `free`.
-        """
-        self._require_mine(batch)
-        if batch._state != "committed":
-            batch._require_open("commit")
-            self._close(batch, "committed")
-
-    def abandon(self, batch: Batch) -> None:
-        """Undo a batch that failed midway: give back its blocks. Its tokens stay known, and uncomputed.
-
-        A shared block that was copied for it stays copied. A second call does nothing.
-
-        Raises:
-            ValueError: the batch is another cache's or was committed.
-        """
-        self._require_mine(batch)
-        if batch._state == "committed":
-            raise ValueError("cannot abandon the batch: it was committed (truncate its sequences instead)")
-        if batch._state != "abandoned":
-            self._close(batch, "abandoned")
-
     def _make_caches(self, head_dim: int) -> list[torch.Tensor]:
         shape = (self.num_blocks, self.block_size, self.num_kv_heads, head_dim)
-        return [
-            torch.empty(shape, dtype=self.kv_dtype, device=self.device)
-            for _ in range(self._groups.num_tensors)
-        ]
-
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        # torch does not hand out the pinned memory again before the copy out of it is done.
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return [_pool.make_pool(shape, self.kv_dtype, self.device) for _ in range(self._groups.num_tensors)]
 
     def _ids(self, sequences: tuple[Sequence, ...]) -> list[int]:
         ids = [
@@ -408,32 +265,6 @@ class PagedKVCache(Capacity, Observability):
             if sequence._cache is not self:
                 raise ValueError(f"sequences[{i}] belongs to another cache")
         raise AssertionError("unreachable")
-
-    def _settled_core(self) -> _core.Sequences:
-        """The C++ core, once it has heard of every batch whose last layer was attended."""
-        if self._open_batches:
-            # Without the lock a thread could go on while another one is about to commit its batch.
-            with self._lock:
-                for batch in list(self._open_batches.values()):
-                    if batch._state == "open" and batch._all_attended():
-                        self._close(batch, "committed")
-        if self._host is not None:
-            self._host.finish()
-        return self._core
-
-    def _close(self, batch: Batch, state: str) -> None:
-        with self._lock:
-            if state == "committed":
-                self._core.commit(batch._batch_id)
-            else:
-                self._core.abandon(batch._batch_id)
-            batch._state = state
-            self._open_batches.pop(batch._batch_id, None)
-
-    def _require_mine(self, batch: Batch) -> None:
-        if batch._cache is not self:
-            raise ValueError("the batch belongs to another cache")
-        self._settled_core()
 
     def _free(self, sequence_id: int) -> None:
         stale = self._open_batches.get(self._settled_core().free(sequence_id))

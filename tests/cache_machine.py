@@ -7,13 +7,16 @@ prefix cache put another block in its place, what was written for the same token
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import pagedkv
-from pagedkv import OutOfMemoryError, PagedKVCache
+from pagedkv import OutOfMemoryError, PagedKVCache, _core
 from pagedkv.cache import Sequence
 
 MAX_SEQS = 6
@@ -52,6 +55,10 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         num_host_blocks=st.sampled_from([40, 12, 4, 0]),
         sliding_window=st.sampled_from([None, None, 3, [None, 3], [4, None, None, 4]]),
+        compare_tokens=st.booleans(),
+        key_bits=st.sampled_from([256, 2]),
+        num_spared=st.sampled_from([0, 0, 2]),
+        max_tokens_per_seq=st.sampled_from([None, 20]),
     )
     def start(
         self,
@@ -60,18 +67,30 @@ class CacheMachine(RuleBasedStateMachine):
         prefix_caching: bool,
         num_host_blocks: int,
         sliding_window: list[int | None] | int | None,
+        compare_tokens: bool,
+        key_bits: int,
+        num_spared: int,
+        max_tokens_per_seq: int | None,
     ) -> None:
         num_layers = len(sliding_window) if isinstance(sliding_window, list) else 2
-        self.cache = PagedKVCache(
-            num_layers,
-            1,
-            1,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            prefix_caching=prefix_caching,
-            num_host_blocks=num_host_blocks,
-            sliding_window=sliding_window,
-        )
+        self.max_used = num_blocks - num_spared
+        self.max_tokens = max_tokens_per_seq or 10**9
+        # Where tokens are compared, colliding keys do no harm.
+        core = functools.partial(_core.Sequences, key_bits=key_bits if compare_tokens else 256)
+        with mock.patch.object(_core, "Sequences", core):
+            self.cache = PagedKVCache(
+                num_layers,
+                1,
+                1,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                prefix_caching=prefix_caching,
+                compare_tokens=compare_tokens and prefix_caching,
+                num_host_blocks=num_host_blocks,
+                max_used_blocks=self.max_used,
+                max_tokens_per_seq=max_tokens_per_seq,
+                sliding_window=sliding_window,
+            )
         for tensor in [*self.cache._key_tensors, *self.cache._value_tensors]:
             tensor.fill_(float("nan"))
         self.groups = self.cache._groups
@@ -180,6 +199,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.twins)
     def append(self, index: int, tokens: list[int], named: bool) -> None:
         twin = self.pick(index)
+        if len(twin.tokens) + len(tokens) > self.max_tokens:
+            with pytest.raises(ValueError, match="at most 20 tokens"):
+                twin.real.append(tokens if named else len(tokens))
+            return
         twin.real.append(tokens if named else len(tokens))
         named = named and None not in twin.tokens
         twin.tokens += tokens if named else [None] * len(tokens)
@@ -197,7 +220,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.resident())
     def decode(self, token: int) -> None:
         """A step of all sequences."""
-        twins = self.resident()
+        twins = [twin for twin in self.resident() if len(twin.tokens) < self.max_tokens]
         self.cache.append([twin.real for twin in twins], [token] * len(twins))
         for twin in twins:
             twin.tokens.append(None if None in twin.tokens else token)
@@ -304,16 +327,29 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.reconcile(twin)
         more = max(0, 1 - (len(twin.tokens) - twin.num_computed))
-        assert self.cache.can_append([twin.real], [more]) == fits
+        if len(twin.tokens) + more <= self.max_tokens:
+            assert self.cache.can_append([twin.real], [more]) == fits
 
     @rule(count=st.integers(0, 6))
     def evict(self, count: int) -> None:
         num_cached = self.cache.stats().num_cached
         assert self.cache.evict(count) == min(count, num_cached)
 
+    @rule(count=st.integers(0, 6))
+    @precondition(lambda self: self.cache.num_host_blocks > 0)
+    def swap_out_prefixes(self, count: int) -> None:
+        before, free = self.cache.stats(), self.cache._core.num_free_blocks
+        num_moved = self.cache.swap_out_prefixes(count)
+        after = self.cache.stats()
+        assert num_moved <= min(count, before.num_cached)
+        assert after.num_cached == before.num_cached - num_moved
+        assert (after.num_used, after.num_host_used) == (before.num_used, before.num_host_used)
+        assert self.cache._core.num_free_blocks == free
+
     @rule()
     def reset(self) -> None:
-        if self.cache.stats().num_used > 0:
+        stats = self.cache.stats()
+        if stats.num_used + stats.num_host_used > 0:
             with pytest.raises(ValueError, match="reset"):
                 self.cache.reset_prefix_cache()
         else:
@@ -328,6 +364,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache._core.check_integrity()
         stats = self.cache.stats()
         assert stats.num_used + stats.num_cached + stats.num_free == stats.num_blocks
+        assert stats.num_used <= self.max_used
         mapped: set[int] = set()
         for twin in self.twins:
             assert twin.real.num_tokens == len(twin.tokens)

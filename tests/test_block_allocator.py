@@ -139,7 +139,7 @@ def test_double_free_window_ring() -> None:
 
 def test_partial_allocation_leak() -> None:
     pool = BlockAllocator(3, 16)
-    with pytest.raises(OutOfMemoryError, match="5 needed, 3 of 3 free"):
+    with pytest.raises(OutOfMemoryError, match="the call needs 5, 3 of 3 are free"):
         pool.allocate_many(5)
     assert pool.num_free_blocks == 3
     assert sorted(pool.allocate_many(3)) == [0, 1, 2]

@@ -252,7 +252,7 @@ def test_partial_allocation_leak() -> None:
     """Growth counts all it needs first: new blocks, and the copy of a shared tail."""
     pool = BlockAllocator(3, 16)
     table = BlockTable(16, pool)
-    with pytest.raises(OutOfMemoryError, match="49 more tokens need 4, 3 of 3 are free"):
+    with pytest.raises(OutOfMemoryError, match="the table needs 4, 3 of 3 are free"):
         table.allocate(49)
     assert (table.num_tokens, pool.num_free_blocks) == (0, 3)
     table.allocate(20)

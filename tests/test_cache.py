@@ -113,7 +113,7 @@ def test_append_takes_ids_or_a_count() -> None:
         lambda: cache.add_sequence(num_tokens=-1),
         lambda: seq.append(2**63 - 1),
     ):
-        with pytest.raises(ValueError, match=r"negative|2\*\*63"):
+        with pytest.raises(ValueError, match=r"negative|too many"):
             call()
     with pytest.raises(ValueError, match="not both"):
         cache.add_sequence([1], num_tokens=1)

@@ -110,6 +110,8 @@ def test_append_to_many() -> None:
     assert [(seq.num_tokens, seq.token_ids) for seq in seqs] == [(2, [1]), (3, [2, 3])]
     with pytest.raises(ValueError, match="token_ids has 1 entries for 2 sequences"):
         cache.append(seqs, [1])
+    with pytest.raises(ValueError, match=r"sequences\[2\] is listed twice"):
+        cache.append([*seqs, seqs[0]])
     seqs[1].free()
     with pytest.raises(ValueError, match="freed"):
         cache.append(seqs, [1, 2])

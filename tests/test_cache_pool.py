@@ -24,6 +24,52 @@ def test_one_tensor_a_layer_and_kind() -> None:
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == 4
 
 
+def test_a_block_lies_head_by_head_on_the_cpu() -> None:
+    cache = PagedKVCache(**MODEL, num_blocks=5, block_size=3, num_host_blocks=2)
+    assert cache._host is not None
+    for tensor in [*cache.key_caches, *cache.value_caches, *cache._host._tensors]:
+        assert tensor.transpose(1, 2).is_contiguous()
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_huge_pages_hold_what_is_written() -> None:
+    """Of a tensor that starts and ends within a huge page, and of one that is smaller than any page."""
+    for num_elements in (2_345_678, 1, 0):
+        tensor = torch.empty(num_elements, dtype=torch.uint8)
+        _pool.advise_huge_pages(tensor)
+        tensor.fill_(7)
+        assert int(tensor.sum()) == 7 * num_elements
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layout_changes_no_result(dtype: torch.dtype) -> None:
+    """The same sequence, written, forked, swapped and attended over, in pools laid out token by token."""
+    results = []
+    for token_major in (False, True):
+        cache = PagedKVCache(**MODEL, num_blocks=9, block_size=4, dtype=dtype, num_host_blocks=9)
+        if token_major:
+            assert cache._host is not None
+            for tensors in (cache.key_caches, cache.value_caches):
+                tensors[:] = [tensor.contiguous() for tensor in tensors]
+            cache._host._device_tensors[:] = [*cache.key_caches, *cache.value_caches]
+        generator = torch.Generator().manual_seed(0)
+        sequence = cache.add_sequence(num_tokens=14)
+        for num_tokens in (14, 1, 1):
+            batch = cache.batch([sequence])
+            for layer in range(2):
+                q, k, v = (torch.randn(num_tokens, n, 64, generator=generator).to(dtype) for n in (8, 4, 4))
+                results.append(cache.attend(layer, q, k, v, batch, split_size=64))
+            fork = sequence.fork()
+            sequence.free()
+            sequence = fork
+            sequence.append(1)
+            sequence.swap_out()
+            sequence.swap_in()
+    half = len(results) // 2
+    for head_major, token_major in zip(results[:half], results[half:], strict=True):
+        assert torch.equal(head_major, token_major)
+
+
 def test_dtype_is_torchs_default() -> None:
     assert PagedKVCache(1, 1, 8, num_blocks=1).kv_dtype == torch.float32
     torch.set_default_dtype(torch.bfloat16)
@@ -169,7 +215,7 @@ def test_scales_are_per_layer_and_head() -> None:
         assert torch.equal(out, torch.full((1, 8, 64), 3.0))
         slot = int(batch.slot_mapping[0])
         expected = (24.0 / torch.arange(1.0 + 4 * layer, 5.0 + 4 * layer)).round().to(torch.int8)
-        assert torch.equal(cache.key_caches[layer].view(-1, 4, 64)[slot, :, 0], expected)
+        assert torch.equal(cache.key_caches[layer].flatten(0, 1)[slot, :, 0], expected)
 
 
 def test_float8_scales_may_be_left_out() -> None:

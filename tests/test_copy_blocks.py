@@ -362,3 +362,16 @@ def test_a_list_that_is_no_list_of_pairs(mapping: object, error: type[Exception]
     with pytest.raises(error, match="block_mapping"):
         pagedkv.copy_blocks(cache, cache.clone(), mapping)  # type: ignore[arg-type]
     assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [128, 120])
+def test_more_than_the_cpus_caches_hold(layout: str, head_dim: int) -> None:
+    """From 8 MiB on other instructions copy, a cache line at a time; rows of 120 are not whole lines."""
+    backend = Backend("cpu", torch.device("cpu"), pagedkv.ops)
+    keys, values = random_caches(
+        1, backend, num_blocks=160, block_size=16, num_kv_heads=8, head_dims=(head_dim, 128), layout=layout
+    )
+    moved = torch.randperm(160, generator=torch.Generator().manual_seed(0))[:150]
+    for mapping in (torch.stack([moved[:75], moved[75:]], dim=1), torch.stack([moved, moved.roll(1)], dim=1)):
+        check_copy(backend, keys, values, mapping)

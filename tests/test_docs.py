@@ -22,6 +22,7 @@ import pagedkv
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = [
     "pagedkv.__main__",
+    "pagedkv._batching",
     "pagedkv._capacity",
     "pagedkv._core",
     "pagedkv._handles",
@@ -32,6 +33,13 @@ MODULES = [
     "pagedkv._stats",
     "pagedkv.viz",
     "pagedkv.cache",
+    "pagedkv.generation.generator",
+    "pagedkv.generation.linear",
+    "pagedkv.generation.requests",
+    "pagedkv.generation.sampling",
+    "pagedkv.integrations.flash_attn",
+    "pagedkv.integrations.llama",
+    "pagedkv.integrations.ragged",
     "pagedkv.integrations.transformers",
     "pagedkv.ops",
     "pagedkv.reference",
@@ -131,6 +139,13 @@ def test_code_of_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for block in blocks:
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(block, "README.md", "exec"), scope)
+
+
+def test_examples_of_the_cache_page_run() -> None:
+    """With the block maps that they print."""
+    result = doctest.testfile(str(ROOT / "docs" / "cache.md"), module_relative=False)
+    assert result.attempted > 20
+    assert result.failed == 0
 
 
 def test_quick_start_of_the_readme_is_short() -> None:

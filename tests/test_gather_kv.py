@@ -24,6 +24,7 @@ from helpers import (
     sparse_zeros,
 )
 
+import pagedkv
 from pagedkv import reference
 
 OPERATORS = ("gather_kv",)
@@ -331,3 +332,14 @@ def test_inference_only(backend: Backend, name: str) -> None:
     arguments[name].requires_grad_()
     with pytest.raises(RuntimeError, match=rf"(?s){name}.*torch\.no_grad\(\)"):
         backend.ops.gather_kv(**arguments, block_tables=case.block_tables, context_lens=case.context_lens)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [128, 120])
+def test_more_than_the_cpus_caches_hold(layout: str, head_dim: int) -> None:
+    """From 8 MiB on other instructions write, a cache line at a time; rows of 120 are not whole lines."""
+    backend = Backend("cpu", torch.device("cpu"), pagedkv.ops)
+    case = gather_case(
+        backend, [1500, 0, 1003], layout=layout, num_kv_heads=4, head_dim=head_dim, value_head_dim=128
+    )
+    check_gather(backend, case)

@@ -100,6 +100,23 @@ def test_every_head_dim(backend: Backend, head_dim: int) -> None:
         check_attention(backend, case)
 
 
+@pytest.mark.parametrize("query_lens", [None, [9, 3]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "cache_dtype"), DTYPE_PAIRS, ids=dtype_name)
+def test_every_dtype_with_few_and_many_rows(
+    backend: Backend,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    head_dim: int,
+    query_lens: list[int] | None,
+) -> None:
+    """The CUDA back-end has a kernel for each of these."""
+    case = build_case(
+        [70, 3], query_lens, device=backend.device, head_dim=head_dim, dtype=dtype, cache_dtype=cache_dtype
+    )
+    check_attention(backend, case)
+
+
 @pytest.mark.parametrize("head_dim", [16, 32, 40, 64, 72, 80, 96, 112, 120, 128, 160, 192, 256, 512])
 def test_kernel_picked_for_wrong_head_dim(backend: Backend, head_dim: int) -> None:
     case = build_case([37, 5], device=backend.device, head_dim=head_dim, block_size=16)

@@ -27,6 +27,7 @@ from helpers import (
 )
 from torch import Tensor
 
+import pagedkv
 from pagedkv import reference
 
 OPERATORS = ("reshape_and_cache",)
@@ -431,3 +432,24 @@ def test_inference_only(backend: Backend, name: str) -> None:
     with torch.no_grad():
         backend.ops.reshape_and_cache(**arguments)
     assert arguments["key_cache"].count_nonzero() > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (120, torch.float32)])
+def test_more_than_the_cpus_caches_hold(layout: str, head_dim: int, dtype: torch.dtype) -> None:
+    """From 8 MiB on other instructions write, a cache line at a time; rows of 120 are not whole lines."""
+    backend = Backend("cpu", torch.device("cpu"), pagedkv.ops)
+    num_tokens = 4096
+    caches = poisoned_caches(300, 16, 4, (head_dim, 128), dtype, layout, backend.device)
+    key = rows(num_tokens, 4, head_dim, dtype, backend)
+    value = rows(num_tokens, 4, 128, dtype, backend, 1)
+    slots = torch.randperm(300 * 16, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    slots[::100] = -1
+    slots[1000] = slots[3999]  # the later one ends there
+    before = [bits(cache) for cache in caches]
+    backend.ops.reshape_and_cache(key, value, *caches, slots)
+    written = {int(slot): row for row, slot in enumerate(slots) if slot >= 0}
+    for cache, new, old in zip(caches, (key, value), before, strict=True):
+        expected = old.flatten(0, 1)
+        expected[list(written)] = bits(new)[list(written.values())]
+        assert torch.equal(bits(cache).flatten(0, 1), expected)

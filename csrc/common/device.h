@@ -112,8 +112,7 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cta, size_t shared_by
   return cudaGetLastError();
 #else
   static_cast<void>(stream);  // the host runs a launch to its end before it returns
-  return emulator::run_grid(
-      {grid, cta, shared_bytes}, [&] { kernel(params); }, reinterpret_cast<const void*>(kernel));
+  return emulator::run_kernel({grid, cta, shared_bytes}, kernel, params);
 #endif
 }
 

@@ -1,9 +1,9 @@
-#include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
 
+#include "core/bind_shared.h"
 #include "core/bindings.h"
-#include "core/sequences.h"
 
 namespace py = pybind11;
 
@@ -15,283 +15,264 @@ py::array_t<T> to_array(const std::vector<T>& values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-// [num_pairs, 2] (source, destination).
-py::array_t<int64_t> to_mapping(const std::vector<CopyPair>& pairs) {
-  py::array_t<int64_t> mapping({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
-  int64_t* entry = mapping.mutable_data();
-  for (const auto& [source, destination] : pairs) {
-    *entry++ = source;
-    *entry++ = destination;
-  }
-  return mapping;
-}
-
 py::tuple to_tuple(const Transfer& transfer) {
   return py::make_tuple(transfer.transfer_id, to_mapping(transfer.pairs));
 }
 
-// An open batch as arrays.
-struct Batch {
-  int64_t batch_id, max_query_len, num_tokens;
-  py::array_t<int32_t> block_tables, context_lens, query_start_loc;
-  py::array_t<int64_t> slot_mapping, copies;
-};
-
-// Arrays that batches are written to, one after the other.
-struct BatchBuffers {
-  py::array_t<int32_t> block_tables, context_lens, query_start_loc;
-  py::array_t<int64_t> slot_mapping;
-  BatchArrays arrays;
-};
-
-// block_tables are not initialised: a row is written as a whole when its table is new.
-BatchBuffers make_buffers(int64_t num_groups, int64_t max_seqs, int64_t max_blocks, int64_t max_tokens) {
-  BatchBuffers buffers{.block_tables = py::array_t<int32_t>({num_groups, max_seqs, max_blocks}),
-                       .context_lens = py::array_t<int32_t>(max_seqs),
-                       .query_start_loc = py::array_t<int32_t>(max_seqs + 1),
-                       .slot_mapping = py::array_t<int64_t>({num_groups, max_tokens}),
-                       .arrays = {}};
-  buffers.arrays = {.num_groups = num_groups,
-                    .max_seqs = max_seqs,
-                    .max_blocks = max_blocks,
-                    .max_tokens = max_tokens,
-                    .block_tables = buffers.block_tables.mutable_data(),
-                    .context_lens = buffers.context_lens.mutable_data(),
-                    .query_start_loc = buffers.query_start_loc.mutable_data(),
-                    .slot_mapping = buffers.slot_mapping.mutable_data(),
-                    .rows = std::vector<BatchArrays::Row>(num_groups * max_seqs)};
-  return buffers;
-}
-
-BatchShape open_shape(Sequences& sequences, const py::object& ids, const py::object& query_lens,
-                      const BatchArrays* arrays) {
-  const std::vector<int64_t> id_list = to_ints(ids, "ids");
-  if (query_lens.is_none()) return sequences.open_batch(id_list, std::nullopt, arrays);
-  const std::vector<int64_t> lens = to_ints(query_lens, "query_lens");
-  return sequences.open_batch(id_list, lens, arrays);
-}
-
-Batch open_batch(Sequences& sequences, const py::object& ids, const py::object& query_lens,
-                 BatchBuffers* buffers) {
-  const BatchShape shape =
-      open_shape(sequences, ids, query_lens, buffers == nullptr ? nullptr : &buffers->arrays);
-  try {
-    std::optional<BatchBuffers> own;
-    if (buffers == nullptr) {
-      own = make_buffers(shape.num_groups, shape.num_seqs, shape.max_blocks, shape.num_tokens);
-      buffers = &*own;
-    }
-    sequences.fill_batch(shape, buffers->arrays);
-    return {.batch_id = shape.batch_id,
-            .max_query_len = shape.max_query_len,
-            .num_tokens = shape.num_tokens,
-            .block_tables = buffers->block_tables,
-            .context_lens = buffers->context_lens,
-            .query_start_loc = buffers->query_start_loc,
-            .slot_mapping = buffers->slot_mapping,
-            .copies = to_mapping(sequences.take_pending_copies(shape.batch_id))};
-  } catch (...) {
-    sequences.abandon(shape.batch_id);
-    throw;
+py::tuple usage(const SharedSequences& sequences) {
+  PoolUsage pool;
+  {
+    const Exclusive lock(sequences, sequences.allocator().num_blocks());
+    pool = sequences.usage();
   }
-}
-
-py::tuple usage(const Sequences& sequences) {
-  const PoolUsage pool = sequences.usage();
   return py::make_tuple(to_array(pool.owners), to_array(pool.filled), to_array(pool.label),
                         to_array(pool.cached));
 }
 
-int64_t add_sequence(Sequences& sequences, const py::object& token_ids, int64_t num_tokens,
+int64_t add_sequence(SharedSequences& sequences, const py::object& token_ids, int64_t num_tokens,
                      const std::optional<py::bytes>& root) {
-  if (token_ids.is_none()) return sequences.add({}, num_tokens, std::nullopt);
-  std::vector<int64_t> ids = to_ints(token_ids, "token_ids");
-  const int64_t num_ids = static_cast<int64_t>(ids.size());
-  return sequences.add(std::move(ids), num_ids, root ? std::optional(key_from_bytes(*root)) : std::nullopt);
+  std::vector<int64_t> ids;
+  std::optional<BlockKey> key;
+  if (!token_ids.is_none()) {
+    ids = to_ints(token_ids, "token_ids");
+    num_tokens = static_cast<int64_t>(ids.size());
+    if (root) key = key_from_bytes(*root);
+  }
+  const Exclusive lock(sequences, static_cast<int64_t>(ids.size()));
+  return sequences.add(std::move(ids), num_tokens, key);
 }
 
-void bind_prefixes(py::class_<Sequences>& sequences) {
+// A function of token ids and the root of their keys.
+template <typename Question>
+auto about_prefix(Question question) {
+  return [question](const SharedSequences& self, const py::object& token_ids, const py::bytes& root) {
+    const std::vector<int64_t> ids = to_ints(token_ids, "token_ids");
+    const BlockKey key = key_from_bytes(root);
+    const Exclusive lock(self, static_cast<int64_t>(ids.size()));
+    return question(self, ids, key);
+  };
+}
+
+void bind_prefixes(py::class_<SharedSequences>& sequences) {
   sequences
-      .def_property_readonly(
-          "num_cached_blocks", [](const Sequences& self) { return self.allocator().num_cached_blocks(); },
-          "Blocks that only the prefix cache keeps; they count as free too.")
-      .def_property_readonly("num_evictions",
-                             [](const Sequences& self) { return self.allocator().num_evictions(); })
-      .def_property_readonly(
-          "prefix_counts",
-          [](const Sequences& self) {
-            const PrefixCounts counts = self.prefix_counts();
-            return py::make_tuple(counts.num_queried_tokens, counts.num_hit_tokens);
-          },
-          "(tokens looked up, tokens found), over all sequences added with a root.")
-      .def("num_cached_tokens", &Sequences::num_cached_tokens, py::arg("id"),
+      .def("num_cached_tokens", exclusive(&Sequences::num_cached_tokens), py::arg("id"),
            "Tokens that were found computed when the sequence was added.")
-      .def(
-          "probe",
-          [](const Sequences& self, const py::object& token_ids, const py::bytes& root) {
-            return self.probe(to_ints(token_ids, "token_ids"), key_from_bytes(root));
-          },
-          py::arg("token_ids"), py::arg("root"),
-          "The tokens that a sequence of these ids would find computed.")
-      .def("evict", &Sequences::evict, py::arg("count"),
+      .def("probe",
+           about_prefix([](const Sequences& self, const std::vector<int64_t>& ids, const BlockKey& root) {
+             return self.probe(ids, root);
+           }),
+           py::arg("token_ids"), py::arg("root"),
+           "The tokens that a sequence of these ids would find computed.")
+      .def("evict", exclusive(&Sequences::evict), py::arg("count"),
            "Frees the least recently used blocks that only the prefix cache keeps. Returns how many.")
-      .def("reset_prefix_cache", &Sequences::reset_prefix_cache,
+      .def("reset_prefix_cache", exclusive(&Sequences::reset_prefix_cache),
            "Forgets all prefixes; ValueError while a sequence has blocks.")
-      .def(
-          "can_allocate",
-          [](const Sequences& self, int64_t num_tokens, int64_t num_spare) {
-            return self.can_allocate(num_tokens, num_spare);
-          },
-          py::arg("num_tokens"), py::arg("num_spare") = 0,
-          "Whether a batch of a new sequence would find its blocks, num_spare left over.")
+      .def("can_allocate",
+           exclusive(py::overload_cast<int64_t, int64_t>(&Sequences::can_allocate, py::const_)),
+           py::arg("num_tokens"), py::arg("num_spare") = 0,
+           "Whether a batch of a new sequence would find its blocks, num_spare left over.")
       .def(
           "can_allocate_ids",
-          [](const Sequences& self, const py::object& token_ids, const py::bytes& root, int64_t num_spare) {
-            return self.can_allocate(to_ints(token_ids, "token_ids"), key_from_bytes(root), num_spare);
+          [](const SharedSequences& self, const py::object& token_ids, const py::bytes& root,
+             int64_t num_spare) {
+            return about_prefix([=](const Sequences& core, const std::vector<int64_t>& ids,
+                                    const BlockKey& key) { return core.can_allocate(ids, key, num_spare); })(
+                self, token_ids, root);
           },
           py::arg("token_ids"), py::arg("root"), py::arg("num_spare") = 0,
           "The same, with the blocks that it would find in the prefix cache.");
 }
 
-void bind_swapping(py::class_<Sequences>& sequences) {
+// swap_out or swap_in as a function.
+auto swapping(Transfer (Sequences::*direction)(int64_t)) {
+  return [direction](SharedSequences& self, int64_t id) {
+    Transfer transfer;
+    {
+      Exclusive lock(self);
+      lock.expect(self.num_tokens(id));
+      transfer = (self.*direction)(id);
+    }
+    return to_tuple(transfer);
+  };
+}
+
+void bind_swapping(py::class_<SharedSequences>& sequences) {
   sequences
-      .def_property_readonly("num_free_host_blocks",
-                             [](const Sequences& self) {
-                               return self.host_allocator() ? self.host_allocator()->num_free_blocks() : 0;
-                             })
+      .def("swap_out", swapping(&Sequences::swap_out), py::arg("id"),
+           "Moves the sequence to host blocks. Returns a transfer and its copies, [num_pairs, 2] int64 "
+           "(device, host), which the caller runs.")
+      .def("swap_in", swapping(&Sequences::swap_in), py::arg("id"),
+           "Moves it back. Returns a transfer and its copies, [num_pairs, 2] int64 (host, device).")
       .def(
-          "swap_out", [](Sequences& self, int64_t id) { return to_tuple(self.swap_out(id)); }, py::arg("id"),
-          "Moves the sequence to host blocks. Returns a transfer and its copies, [num_pairs, 2] int64 "
-          "(device, host), "
-          "which the caller runs.")
+          "swap_out_prefixes",
+          [](SharedSequences& self, int64_t count) {
+            int64_t num_moved = 0;
+            Transfer transfer;
+            {
+              const Exclusive lock(self, count);
+              transfer = self.swap_out_prefixes(count, num_moved);
+            }
+            return py::make_tuple(num_moved, transfer.transfer_id, to_mapping(transfer.pairs));
+          },
+          py::arg("count"),
+          "Moves the blocks that `evict` would free to the host. Returns how many, a transfer and its "
+          "copies.")
       .def(
-          "swap_in", [](Sequences& self, int64_t id) { return to_tuple(self.swap_in(id)); }, py::arg("id"),
-          "Moves it back. Returns a transfer and its copies, [num_pairs, 2] int64 (host, device).")
-      .def("finish_transfer", &Sequences::finish_transfer, py::arg("transfer_id"),
+          "take_arrivals",
+          [](SharedSequences& self) {
+            std::vector<Transfer> arrivals;
+            {
+              const Exclusive lock(self);
+              arrivals = self.take_arrivals();
+            }
+            std::vector<py::tuple> tuples;
+            for (const Transfer& transfer : arrivals) tuples.push_back(to_tuple(transfer));
+            return tuples;
+          },
+          "What `add` has brought back from the host since the last call: transfers and their copies.")
+      .def("finish_transfer", exclusive(&Sequences::finish_transfer), py::arg("transfer_id"),
            "The copies have run: the blocks that they read may be handed out.")
-      .def("is_swapped_out", &Sequences::is_swapped_out, py::arg("id"))
-      .def("can_swap_in", &Sequences::can_swap_in, py::arg("id"),
-           "Whether the sequence, and then a batch of all its tokens or of one more, would find its blocks.");
+      .def("is_swapped_out", exclusive(&Sequences::is_swapped_out), py::arg("id"))
+      .def(
+          "can_swap_in",
+          [](const SharedSequences& self, int64_t id) {
+            Exclusive lock(self);
+            lock.expect(self.num_tokens(id));
+            return self.can_swap_in(id);
+          },
+          py::arg("id"),
+          "Whether the sequence, and then a batch of all its tokens or of one more, would find its blocks.");
+}
+
+void bind_counts(py::module_& module, py::class_<SharedSequences>& sequences) {
+  py::class_<Counts>(module, "Counts", "What `Sequences.counts` returns: numbers of one moment.")
+      .def_readonly("num_used", &Counts::num_used)
+      .def_readonly("num_cached", &Counts::num_cached)
+      .def_readonly("num_filled_slots", &Counts::num_filled_slots)
+      .def_readonly("peak_used", &Counts::peak_used)
+      .def_readonly("num_evictions", &Counts::num_evictions)
+      .def_readonly("num_queried_tokens", &Counts::num_queried_tokens)
+      .def_readonly("num_hit_tokens", &Counts::num_hit_tokens)
+      .def_readonly("num_host_used", &Counts::num_host_used)
+      .def_readonly("num_host_cached", &Counts::num_host_cached)
+      .def_readonly("num_host_hits", &Counts::num_host_hits);
+  sequences
+      .def(
+          "counts",
+          [](const SharedSequences& self) {
+            const Exclusive lock(self, self.allocator().num_blocks());
+            return self.counts();
+          },
+          "Counts blocks, filled slots and hits; O(num_blocks).")
+      .def_property_readonly("num_free_blocks", exclusive(&Sequences::num_free_blocks))
+      .def_property_readonly("num_free_host_blocks", exclusive(&Sequences::num_free_host_blocks))
+      .def_property_readonly("num_cached_blocks", exclusive(&Sequences::num_cached_blocks),
+                             "Blocks that only the prefix cache keeps; they count as free too.")
+      .def("usage", &usage,
+           "Per block: owners (int32), filled slots (int64), a label of the first sequence that maps it "
+           "(int32, -1: none), whether the prefix cache knows it (uint8).")
+      .def(
+          "check_integrity",
+          [](const SharedSequences& self) {
+            const Exclusive lock(self, self.allocator().num_blocks());
+            self.check_integrity();
+          },
+          "Recounts everything; RuntimeError names what is broken.");
 }
 
 }  // namespace
 
 void bind_sequences(py::module_& module) {
-  py::class_<Batch>(module, "Batch",
-                    "A batch that was opened: what `Sequences.open_batch` returns, as numpy arrays.")
-      .def_readonly("batch_id", &Batch::batch_id)
-      .def_readonly("max_query_len", &Batch::max_query_len)
-      .def_readonly("num_tokens", &Batch::num_tokens)
-      .def_readonly("block_tables", &Batch::block_tables,
-                    "[num_groups, num_seqs, max_blocks] int32, rows padded with -1.")
-      .def_readonly("context_lens", &Batch::context_lens, "[num_seqs] int32.")
-      .def_readonly("query_start_loc", &Batch::query_start_loc, "[num_seqs + 1] int32.")
-      .def_readonly("slot_mapping", &Batch::slot_mapping, "[num_groups, num_tokens] int64.")
-      .def_readonly("copies", &Batch::copies, "[num_pairs, 2] int64, to be run before the batch is written.");
-
-  py::class_<BatchBuffers>(module, "BatchBuffers", R"doc(
-Arrays that `Sequences.open_batch` writes batches to, one after the other, so that a row is written anew only where its
-table has changed otherwise than by new blocks at its end.
-
->>> sequences = Sequences(num_blocks=8, block_size=4); first = sequences.add([11, 12, 13])
->>> buffers = BatchBuffers(num_groups=1, max_seqs=2, max_blocks=3, max_tokens=4)
->>> sequences.open_batch([first], buffers=buffers).block_tables.tolist()
-[[[0, -1, -1], [-1, -1, -1]]]
-)doc")
-      .def(py::init([](int64_t num_groups, int64_t max_seqs, int64_t max_blocks, int64_t max_tokens) {
-             BatchBuffers buffers = make_buffers(num_groups, max_seqs, max_blocks, max_tokens);
-             std::fill_n(buffers.arrays.block_tables, buffers.block_tables.size(), NO_BLOCK);
-             std::fill_n(buffers.arrays.context_lens, max_seqs, 0);
-             std::fill_n(buffers.arrays.query_start_loc, max_seqs + 1, 0);
-             std::fill_n(buffers.arrays.slot_mapping, buffers.slot_mapping.size(), -1);
-             return buffers;
-           }),
-           py::arg("num_groups"), py::arg("max_seqs"), py::arg("max_blocks"), py::arg("max_tokens"))
-      .def_readonly("block_tables", &BatchBuffers::block_tables, "[num_groups, max_seqs, max_blocks] int32.")
-      .def_readonly("context_lens", &BatchBuffers::context_lens, "[max_seqs] int32.")
-      .def_readonly("query_start_loc", &BatchBuffers::query_start_loc, "[max_seqs + 1] int32.")
-      .def_readonly("slot_mapping", &BatchBuffers::slot_mapping, "[num_groups, max_tokens] int64.");
-
-  py::class_<Sequences> sequences(module, "Sequences", R"doc(
+  py::class_<SharedSequences> sequences(module, "Sequences", R"doc(
 The sequences of one cache and the allocator they share: what `PagedKVCache` is built on, in terms of ids.
 
-windows has an entry for each group of layers: how many keys a query sees, 0 for all.
+windows has an entry for each group of layers: how many keys a query sees, 0 for all. max_used_blocks and
+max_tokens_per_seq are limits, None for none. compare_tokens: see `PagedKVCache`. key_bits cuts the keys of blocks, to see
+what happens when they collide.
+
+Threads may share it: calls exclude each other, and long ones run without the GIL.
 
 >>> sequences = Sequences(num_blocks=8, block_size=4)
 >>> first = sequences.add([11, 12, 13, 14, 15]); batch = sequences.open_batch([first])
 >>> batch.block_tables.tolist(), batch.slot_mapping.tolist()
 ([[[0, 1]]], [[0, 1, 2, 3, 4]])
 )doc");
+  bind_counts(module, sequences);
   bind_prefixes(sequences);
   bind_swapping(sequences);
+  bind_open_batch(sequences);
   sequences
-      .def(py::init<int64_t, int64_t, std::vector<int64_t>, int64_t>(), py::arg("num_blocks"),
-           py::arg("block_size"), py::arg("windows") = std::vector<int64_t>{Sequences::NO_WINDOW},
-           py::arg("num_host_blocks") = 0)
-      .def_property_readonly("num_free_blocks",
-                             [](const Sequences& self) { return self.allocator().num_free_blocks(); })
-      .def_property_readonly("peak_used_blocks",
-                             [](const Sequences& self) { return self.allocator().peak_used_blocks(); })
+      .def(py::init([](int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows,
+                       int64_t num_host_blocks, std::optional<int64_t> max_used_blocks,
+                       std::optional<int64_t> max_tokens_per_seq, bool compare_tokens, int key_bits) {
+             SequencesOptions options{.windows = std::move(windows),
+                                      .num_host_blocks = num_host_blocks,
+                                      .max_used_blocks = max_used_blocks,
+                                      .max_tokens_per_seq = max_tokens_per_seq,
+                                      .compare_tokens = compare_tokens,
+                                      .key_bits = key_bits};
+             return std::make_unique<SharedSequences>(num_blocks, block_size, std::move(options));
+           }),
+           py::arg("num_blocks"), py::arg("block_size"),
+           py::arg("windows") = std::vector<int64_t>{Sequences::NO_WINDOW}, py::arg("num_host_blocks") = 0,
+           py::arg("max_used_blocks") = py::none(), py::arg("max_tokens_per_seq") = py::none(),
+           py::arg("compare_tokens") = false, py::arg("key_bits") = PrefixKeys::ALL_BITS)
       .def("add", &add_sequence, py::arg("token_ids") = py::none(), py::arg("num_tokens") = 0,
            py::arg("root") = py::none(),
            "A new sequence of these tokens, or of num_tokens unnamed ones. With a root (32 bytes) what the "
-           "prefix "
-           "cache knows of that root is reused. Returns its id.")
+           "prefix cache knows of that root is reused. Returns its id.")
       .def(
           "append_ids",
-          [](Sequences& self, int64_t id, const py::object& token_ids) {
-            self.append(id, to_ints(token_ids, "token_ids"));
+          [](SharedSequences& self, int64_t id, const py::object& token_ids) {
+            const std::vector<int64_t> tokens = to_ints(token_ids, "token_ids");
+            const Exclusive lock(self);
+            self.append(id, tokens);
           },
           py::arg("id"), py::arg("token_ids"), "More known tokens.")
-      .def("append_count", py::overload_cast<int64_t, int64_t>(&Sequences::append), py::arg("id"),
+      .def("append_count", exclusive(py::overload_cast<int64_t, int64_t>(&Sequences::append)), py::arg("id"),
            py::arg("num_tokens"), "More known tokens, unnamed.")
       .def(
           "append_each",
-          [](Sequences& self, const py::object& ids, const py::object& token_ids) {
-            self.append_each(to_ints(ids, "ids"),
-                             token_ids.is_none() ? std::vector<int64_t>() : to_ints(token_ids, "token_ids"));
+          [](SharedSequences& self, const py::object& ids, const py::object& token_ids) {
+            const std::vector<int64_t> id_list = to_ints(ids, "ids");
+            std::vector<int64_t> tokens;
+            if (!token_ids.is_none()) tokens = to_ints(token_ids, "token_ids");
+            const Exclusive lock(self);
+            self.append_each(id_list, tokens);
           },
           py::arg("ids"), py::arg("token_ids") = py::none(), "One more token for each, unnamed without ids.")
-      .def("fork", &Sequences::fork, py::arg("id"),
+      .def("fork", exclusive(&Sequences::fork), py::arg("id"),
            "A sequence with the same tokens that shares every block.")
       .def(
           "reorder",
-          [](Sequences& self, const py::object& ids, const py::object& parents) {
-            self.reorder(to_ints(ids, "ids"), to_ints(parents, "parents"));
+          [](SharedSequences& self, const py::object& ids, const py::object& parents) {
+            const std::vector<int64_t> id_list = to_ints(ids, "ids"),
+                                       parent_list = to_ints(parents, "parents");
+            const Exclusive lock(self);
+            self.reorder(id_list, parent_list);
           },
           py::arg("ids"), py::arg("parents"), "ids[i] becomes what ids[parents[i]] was.")
-      .def("truncate", &Sequences::truncate, py::arg("id"), py::arg("num_tokens"),
+      .def("truncate", exclusive(&Sequences::truncate), py::arg("id"), py::arg("num_tokens"),
            "Forgets the tokens behind.")
-      .def("free", &Sequences::free, py::arg("id"),
+      .def("free", exclusive(&Sequences::free), py::arg("id"),
            "Gives the blocks back. Returns the open batch that became stale by it, or -1. A second call does "
            "nothing.")
-      .def("is_live", &Sequences::is_live, py::arg("id"))
-      .def("num_tokens", &Sequences::num_tokens, py::arg("id"))
-      .def("num_computed_tokens", &Sequences::num_computed_tokens, py::arg("id"))
-      .def("token_ids", &Sequences::token_ids, py::arg("id"),
+      .def("is_live", exclusive(&Sequences::is_live), py::arg("id"))
+      .def("num_tokens", exclusive(&Sequences::num_tokens), py::arg("id"))
+      .def("num_computed_tokens", exclusive(&Sequences::num_computed_tokens), py::arg("id"))
+      .def("token_ids", exclusive(&Sequences::token_ids), py::arg("id"),
            "Ids of the leading tokens, as far as they were given.")
-      .def("blocks", &Sequences::blocks, py::arg("id"), py::arg("group") = 0,
+      .def("blocks", exclusive(&Sequences::blocks), py::arg("id"), py::arg("group") = 0,
            "Physical ids in logical order.")
       .def(
-          "open_batch", &open_batch, py::arg("ids"), py::arg("query_lens") = py::none(),
-          py::arg("buffers") = nullptr,
-          "Takes the blocks of the next query_lens[i] uncomputed tokens (None: all) of each, all or nothing. "
-          "The caller runs the copies. With buffers the arrays are theirs, and ValueError where they are too "
-          "small.")
-      .def("commit", &Sequences::commit, py::arg("batch_id"), "Counts the batch's tokens as computed.")
-      .def("abandon", &Sequences::abandon, py::arg("batch_id"), "Gives back the blocks that the batch took.")
-      .def(
           "can_append",
-          [](Sequences& self, const py::object& ids, const py::object& counts) {
-            return self.can_append(to_ints(ids, "ids"), to_ints(counts, "counts"));
+          [](SharedSequences& self, const py::object& ids, const py::object& counts) {
+            const std::vector<int64_t> id_list = to_ints(ids, "ids"), count_list = to_ints(counts, "counts");
+            const Exclusive lock(self);
+            return self.can_append(id_list, count_list);
           },
           py::arg("ids"), py::arg("counts"),
-          "Whether a batch of all uncomputed tokens and counts[i] more would find its blocks.")
-      .def("usage", &usage,
-           "Per block: owners (int32), filled slots (int64), a label of the first sequence that maps it "
-           "(int32, -1: none), whether the prefix cache knows it (uint8).")
-      .def("check_integrity", &Sequences::check_integrity,
-           "Recounts everything; RuntimeError names what is broken.");
+          "Whether a batch of all uncomputed tokens and counts[i] more would find its blocks.");
 }
 
 }  // namespace pagedkv

@@ -11,16 +11,25 @@ void require(bool holds, const std::string& invariant) {
   if (!holds) throw std::logic_error("BlockAllocator is corrupt: " + invariant);
 }
 
+void require_count(int64_t count) {
+  if (count >= 0) return;
+  throw std::invalid_argument("the number of blocks must not be negative, got " + std::to_string(count));
+}
+
 }  // namespace
 
-BlockAllocator::BlockAllocator(int64_t num_blocks, int64_t block_size)
-    : num_blocks_(num_blocks), block_size_(block_size) {
+BlockAllocator::BlockAllocator(int64_t num_blocks, int64_t block_size, std::optional<int64_t> max_used)
+    : num_blocks_(num_blocks), block_size_(block_size), max_used_(max_used.value_or(num_blocks)) {
   if (num_blocks < 1 || num_blocks > MAX_BLOCKS) {
     throw std::invalid_argument("num_blocks must be 1 to " + std::to_string(MAX_BLOCKS) + ", got " +
                                 std::to_string(num_blocks));
   }
   if (block_size < 1) {
     throw std::invalid_argument("block_size must be at least 1, got " + std::to_string(block_size));
+  }
+  if (max_used_ < 1 || max_used_ > num_blocks) {
+    throw std::invalid_argument("max_used_blocks must be 1 to num_blocks = " + std::to_string(num_blocks) +
+                                ", got " + std::to_string(max_used_));
   }
 }
 
@@ -41,13 +50,12 @@ std::vector<int32_t> BlockAllocator::block_ref_counts() const {
   return counts;
 }
 
-void BlockAllocator::require_free(int64_t count) const {
-  if (count <= num_free_blocks()) return;
-  std::string message = "No free blocks available";
-  if (count > 1) {
-    message += ": " + std::to_string(count) + " needed, " + std::to_string(num_free_blocks()) + " of " +
-               std::to_string(num_blocks_) + " free";
-  }
+void BlockAllocator::throw_out_of_memory(int64_t count, const char* who) const {
+  std::string message = "No free blocks available: " + std::string(who) + " needs " + std::to_string(count) +
+                        ", " + std::to_string(num_available_blocks()) + " of " + std::to_string(max_used_) +
+                        " are free";
+  if (max_used_ < num_blocks_) message += " (the limit of a pool of " + std::to_string(num_blocks_) + ")";
+  if (count > max_used_) message += "; it does not fit into this pool";
   throw OutOfMemory(message);
 }
 
@@ -57,7 +65,7 @@ void BlockAllocator::hand_out(int32_t block) noexcept {
 }
 
 int32_t BlockAllocator::allocate() {
-  require_free(1);
+  if (num_available_blocks() < 1) throw OutOfMemory("No free blocks available");
   int32_t block;
   if (!free_stack_.empty()) {
     block = free_stack_.back();
@@ -81,10 +89,8 @@ std::vector<int32_t> BlockAllocator::allocate_many(int64_t count) {
 }
 
 void BlockAllocator::append_blocks(int64_t count, std::vector<int32_t>& blocks) {
-  if (count < 0) {
-    throw std::invalid_argument("the number of blocks must not be negative, got " + std::to_string(count));
-  }
-  require_free(count);
+  require_count(count);
+  require_available(count, "the call");
   const size_t old_size = blocks.size();
   const size_t num_reused = std::min<size_t>(count, free_stack_.size());
   const size_t num_fresh = std::min<size_t>(count - num_reused, num_blocks_ - states_.size());
@@ -212,13 +218,19 @@ void BlockAllocator::mark_cached(int32_t block) {
 }
 
 int64_t BlockAllocator::evict(int64_t count) {
-  if (count < 0) {
-    throw std::invalid_argument("the number of blocks to evict must not be negative, got " +
-                                std::to_string(count));
-  }
+  require_count(count);
   count = std::min(count, num_waiting_);
   for (int64_t i = 0; i < count; ++i) free_stack_.push_back(evict_oldest());
   return count;
+}
+
+std::vector<int32_t> BlockAllocator::next_to_evict(int64_t count) const {
+  require_count(count);
+  std::vector<int32_t> blocks;
+  for (int32_t block = oldest_; block != NO_BLOCK && count > 0; block = neighbours_[block].newer, --count) {
+    blocks.push_back(block);
+  }
+  return blocks;
 }
 
 int32_t BlockAllocator::copy_on_write(int32_t block) {

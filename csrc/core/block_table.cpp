@@ -49,7 +49,7 @@ int32_t BlockTable::physical_block(int64_t logical_block) const {
   return blocks_[logical_block];
 }
 
-void BlockTable::grow(int64_t num_new_tokens) {
+void BlockTable::grow_by_blocks(int64_t num_new_tokens) {
   if (num_new_tokens < 0) {
     throw std::invalid_argument("num_tokens must not be negative, got " + std::to_string(num_new_tokens));
   }
@@ -60,16 +60,13 @@ void BlockTable::grow(int64_t num_new_tokens) {
   const int64_t num_new = num_new_blocks(num_new_tokens);
   const int32_t shared = shared_tail();
   const int64_t num_needed = num_new + (shared != NO_BLOCK);
-  if (num_needed > allocator_->num_free_blocks()) {
-    throw OutOfMemory("No free blocks available: " + std::to_string(num_new_tokens) + " more tokens need " +
-                      std::to_string(num_needed) + ", " + std::to_string(allocator_->num_free_blocks()) +
-                      " of " + std::to_string(allocator_->num_blocks()) + " are free");
-  }
+  allocator_->require_available(num_needed, "the table");
   if (shared != NO_BLOCK) {
     std::erase(copy_destinations_, shared);
     copy_destinations_.reserve(copy_destinations_.size() + 1);
     blocks_.back() = allocator_->copy_on_write(shared);
     copy_destinations_.push_back(blocks_.back());
+    keep_tail_ = false;
     revision_ = allocator_->new_revision();
   } else if (num_slack() > 0) {
     allocator_->begin_write(blocks_.back());
@@ -101,13 +98,13 @@ void BlockTable::write_slots(int64_t begin, int64_t end, int64_t* slots) const {
 
 BlockTable BlockTable::fork() const {
   BlockTable child(std::nullopt, allocator_);
-  child.blocks_.reserve(blocks_.size());
-  for (const int32_t block : blocks_) {
-    if (block != NO_BLOCK) allocator_->incr_ref(block);
-    child.blocks_.push_back(block);  // one by one, so that `child` gives back exactly what it took
-  }
+  // Blocks that somebody freed through the allocator are found before the first is shared.
+  for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->require_used(blocks_[i]);
+  child.blocks_ = blocks_;
+  for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->share(blocks_[i]);
   child.num_tokens_ = num_tokens_;
   child.num_released_ = num_released_;
+  child.keep_tail_ = keep_tail_;
   child.copy_destinations_ = copy_destinations_;
   return child;
 }
@@ -121,10 +118,11 @@ std::vector<CopyPair> BlockTable::take_pending_copies() {
   return pairs;
 }
 
-void BlockTable::adopt(std::span<const int32_t> blocks, int64_t num_tokens) {
+void BlockTable::adopt(std::span<const int32_t> blocks, int64_t num_tokens, bool keep_tail) {
   blocks_.assign(blocks.begin(), blocks.end());
   revision_ = allocator_->new_revision();
   num_tokens_ = num_tokens;
+  keep_tail_ = keep_tail;
   while (num_released_ < num_blocks() && blocks_[num_released_] == NO_BLOCK) ++num_released_;
   for (int64_t i = num_released_; i < num_blocks(); ++i) allocator_->acquire(blocks_[i]);
 }
@@ -166,6 +164,7 @@ void BlockTable::truncate(int64_t num_tokens) {
     blocks_.resize(num_kept);
     revision_ = allocator_->new_revision();
     num_released_ = std::min(num_released_, num_kept);
+    keep_tail_ = false;
   }
   num_tokens_ = num_tokens;
 }

@@ -95,6 +95,16 @@ std::vector<int64_t> to_ints(const py::object& object, const std::string& name) 
   return values;
 }
 
+py::array_t<int64_t> to_mapping(const std::vector<CopyPair>& pairs) {
+  py::array_t<int64_t> mapping({static_cast<py::ssize_t>(pairs.size()), py::ssize_t{2}});
+  int64_t* entry = mapping.mutable_data();
+  for (const auto& [source, destination] : pairs) {
+    *entry++ = source;
+    *entry++ = destination;
+  }
+  return mapping;
+}
+
 PYBIND11_MODULE(_core, module) {
   module.doc() = "Block structures of pagedkv: allocator, tables, sequences. Needs neither torch nor a GPU.";
   auto out_of_memory =
@@ -103,6 +113,7 @@ PYBIND11_MODULE(_core, module) {
   out_of_memory.doc() = "Too few cache blocks are free. The call that raised it changed nothing.";
   bind_block_allocator(module);
   bind_block_table(module);
+  bind_batches(module);
   bind_sequences(module);
   bind_prefix_cache(module);
 }

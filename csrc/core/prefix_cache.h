@@ -1,45 +1,40 @@
-// Which full blocks hold which tokens, so that a new sequence can reuse the blocks of an old one.
-//
-// A block is known by the key of the tokens from the start of the sequence to the end of the block: the
-// SHA-256 state after a message that names the root (salt, adapter, block size: everything that must agree)
-// and then these tokens. No two different messages lead to the same state unless SHA-256's compression
-// function collides, so a key stands for its tokens and they need not be compared.
+// Which full blocks hold what a key stands for, so that a new sequence can reuse the blocks of an old one.
 #pragma once
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <vector>
 
 #include "core/block_allocator.h"
-#include "core/sha256.h"
+#include "core/block_index.h"
+#include "core/prefix_keys.h"
 
 namespace pagedkv {
 
-using BlockKey = Sha256State;
-
-// The key of a full block, from the key of the block before it (or the root) and its own tokens.
-BlockKey extend_key(const BlockKey& parent, std::span<const int64_t> token_ids);
-
-// Finds blocks by key. The keys of different layer groups are apart: their blocks hold different layers.
+// Finds blocks by key. The blocks of different layer groups are apart: they hold different layers.
 class PrefixCache {
  public:
-  explicit PrefixCache(std::shared_ptr<BlockAllocator> allocator);
+  PrefixCache(std::shared_ptr<BlockAllocator> allocator, PrefixKeys& keys);
   PrefixCache(const PrefixCache&) = delete;
   PrefixCache& operator=(const PrefixCache&) = delete;
   ~PrefixCache();
 
-  int32_t find(const BlockKey& key, int32_t group) const;  // NO_BLOCK where it is not known
-  // `block` is used, full and written, and no other block has the key.
-  void insert(const BlockKey& key, int32_t group, int32_t block);
-  const BlockKey& key(int32_t block) const { return entries_[block].key; }  // of a cached block
-
-  // Fetches what a find or an insertion of this key reads first: in a big pool it is in no cache of the CPU.
-  void prefetch(const BlockKey& key, int32_t group) const {
-    __builtin_prefetch(&slots_[home_of(key, group) & (slots_.size() - 1)]);
+  // NO_BLOCK where it is not known.
+  int32_t find(const BlockKey& key, int32_t group) const {
+    return by_key_.find(hash_of(key, group), [&](int32_t block) {
+      return entries_[block].group == group && entries_[block].key == key;
+    });
   }
+  // `block` is used, full and written. False where another block has its key already; then nothing is
+  // changed.
+  bool insert(const BlockKey& key, int32_t group, int32_t block);
 
-  int64_t size() const { return size_; }
+  const BlockKey& key(int32_t block) const { return entries_[block].key; }  // of a cached block
+  int32_t group(int32_t block) const { return entries_[block].group; }
+
+  // Fetches what a find or an insertion of this key reads first.
+  void prefetch(const BlockKey& key, int32_t group) const { by_key_.prefetch(hash_of(key, group)); }
+
   void check_integrity() const;  // throws std::logic_error
 
  private:
@@ -47,25 +42,16 @@ class PrefixCache {
     BlockKey key;
     int32_t group;
   };
-  // The key's first words, so that a probe rarely has to look at an entry, and a deletion never.
-  struct Slot {
-    uint32_t home = 0;
-    int32_t block = NO_BLOCK;
-  };
 
-  static uint32_t home_of(const BlockKey& key, int32_t group) {
+  static uint32_t hash_of(const BlockKey& key, int32_t group) {
     return key[0] + static_cast<uint32_t>(group) * 0x9e3779b9;
   }
-  size_t slot_of(const BlockKey& key,
-                 int32_t group) const;  // where it is, or the empty slot where it would be
   void erase(int32_t block) noexcept;
-  void grow();
 
   std::shared_ptr<BlockAllocator> allocator_;
+  PrefixKeys& keys_;
+  BlockIndex by_key_;
   std::vector<Entry> entries_;  // by block, valid where the block is cached
-  // Open addressing with linear probing; a power of two, at most half full.
-  std::vector<Slot> slots_;
-  int64_t size_ = 0;
 };
 
 }  // namespace pagedkv

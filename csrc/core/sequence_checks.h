@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -26,11 +25,6 @@ inline void require_count(int64_t count, const char* name) {
 
 inline void require_count(int64_t count, const char* list, size_t index) {
   if (count < 0) require_count(count, entry(list, index).c_str());
-}
-
-inline void require_sum(int64_t num_tokens, int64_t count) {
-  if (count <= std::numeric_limits<int64_t>::max() - num_tokens) return;
-  throw std::invalid_argument("a sequence cannot have 2**63 tokens");
 }
 
 }  // namespace pagedkv

@@ -20,13 +20,21 @@ void require(bool holds, const char* invariant) {
 
 }  // namespace
 
-Sequences::Sequences(int64_t num_blocks, int64_t block_size, std::vector<int64_t> windows,
-                     int64_t num_host_blocks)
-    : allocator_(std::make_shared<BlockAllocator>(num_blocks, block_size)),
-      windows_(std::move(windows)),
-      prefix_cache_(allocator_) {
-  require_count(num_host_blocks, "num_host_blocks");
-  if (num_host_blocks > 0) host_allocator_ = std::make_shared<BlockAllocator>(num_host_blocks, block_size);
+Sequences::Sequences(int64_t num_blocks, int64_t block_size, SequencesOptions options)
+    : allocator_(std::make_shared<BlockAllocator>(num_blocks, block_size, options.max_used_blocks)),
+      windows_(std::move(options.windows)),
+      max_tokens_per_seq_(options.max_tokens_per_seq.value_or(std::numeric_limits<int64_t>::max())),
+      keys_(block_size, options.compare_tokens, options.key_bits),
+      prefix_cache_(allocator_, keys_) {
+  if (max_tokens_per_seq_ < 1) {
+    throw std::invalid_argument("max_tokens_per_seq must be at least 1, got " +
+                                std::to_string(max_tokens_per_seq_));
+  }
+  require_count(options.num_host_blocks, "num_host_blocks");
+  if (options.num_host_blocks > 0) {
+    host_allocator_ = std::make_shared<BlockAllocator>(options.num_host_blocks, block_size);
+    host_prefix_cache_.emplace(host_allocator_, keys_);
+  }
   if (windows_.empty()) throw std::invalid_argument("windows must have an entry for each group of layers");
   for (size_t group = 0; group < windows_.size(); ++group) require_count(windows_[group], "windows", group);
 }
@@ -73,16 +81,24 @@ Sequences::Id Sequences::insert(Sequence sequence) {
 Sequences::Id Sequences::add(std::vector<int64_t> token_ids, int64_t num_tokens,
                              const std::optional<BlockKey>& root) {
   require_count(num_tokens, "num_tokens");
-  Sequence sequence{.token_ids = std::move(token_ids), .num_tokens = num_tokens, .root = root};
-  sequence.tables = empty_tables(allocator_);
+  require_length(Sequence{}, num_tokens);
+  Sequence sequence{.tables = empty_tables(allocator_), .num_tokens = num_tokens, .root = root};
+  sequence.token_ids = std::move(token_ids);
   if (root) adopt_prefix(sequence);
   return insert(std::move(sequence));
+}
+
+void Sequences::require_length(const Sequence& sequence, int64_t num_new_tokens) const {
+  if (num_new_tokens <= max_tokens_per_seq_ - sequence.num_tokens) return;
+  throw std::invalid_argument("a sequence can have at most " + std::to_string(max_tokens_per_seq_) +
+                              " tokens; this one has " + std::to_string(sequence.num_tokens) + ", and " +
+                              std::to_string(num_new_tokens) + " more are too many");
 }
 
 void Sequences::append(Id id, std::span<const int64_t> token_ids) {
   Sequence& sequence = at(id);
   const int64_t num_new = static_cast<int64_t>(token_ids.size());
-  require_sum(sequence.num_tokens, num_new);
+  require_length(sequence, num_new);
   // Behind tokens whose ids are not known, ids are of no use: only a prefix can be looked up.
   if (static_cast<int64_t>(sequence.token_ids.size()) == sequence.num_tokens) {
     sequence.token_ids.insert(sequence.token_ids.end(), token_ids.begin(), token_ids.end());
@@ -93,19 +109,29 @@ void Sequences::append(Id id, std::span<const int64_t> token_ids) {
 void Sequences::append(Id id, int64_t num_tokens) {
   Sequence& sequence = at(id);
   require_count(num_tokens, "the number of tokens to append");
-  require_sum(sequence.num_tokens, num_tokens);
+  require_length(sequence, num_tokens);
   sequence.num_tokens += num_tokens;
 }
 
 void Sequences::append_each(std::span<const Id> ids, std::span<const int64_t> token_ids) {
   if (!token_ids.empty()) require_same_length(ids.size(), token_ids.size(), "token_ids");
-  for (const Id id : ids) require_sum(at(id).num_tokens, 1);
+  ++num_visits_;
+  std::vector<Sequence*> sequences;
+  sequences.reserve(ids.size());
   for (size_t i = 0; i < ids.size(); ++i) {
-    if (token_ids.empty()) {
-      append(ids[i], 1);
-    } else {
-      append(ids[i], token_ids.subspan(i, 1));
+    Sequence& sequence = at(ids[i]);
+    require_length(sequence, 1);
+    if (sequence.last_visit == num_visits_) {
+      throw std::invalid_argument(entry("sequences", i) + " is listed twice");
     }
+    sequence.last_visit = num_visits_;
+    sequences.push_back(&sequence);
+  }
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    Sequence& sequence = *sequences[i];
+    const bool named = static_cast<int64_t>(sequence.token_ids.size()) == sequence.num_tokens;
+    if (!token_ids.empty() && named) sequence.token_ids.push_back(token_ids[i]);
+    ++sequence.num_tokens;
   }
 }
 
@@ -117,11 +143,11 @@ std::vector<BlockTable> Sequences::empty_tables(const std::shared_ptr<BlockAlloc
 }
 
 Sequences::Sequence Sequences::fork_of(const Sequence& parent) const {
-  Sequence child{.token_ids = parent.token_ids,
-                 .num_tokens = parent.num_tokens,
+  Sequence child{.num_tokens = parent.num_tokens,
                  .num_computed_tokens = parent.num_computed_tokens,
-                 .num_cached_tokens = parent.num_cached_tokens,
                  .root = parent.root,
+                 .token_ids = parent.token_ids,
+                 .num_cached_tokens = parent.num_cached_tokens,
                  .key = parent.key,
                  .num_keyed_blocks = parent.num_keyed_blocks};
   child.tables.reserve(parent.tables.size());
@@ -214,6 +240,20 @@ PoolUsage Sequences::usage() const {
   return usage;
 }
 
+Counts Sequences::counts() const {
+  Counts counts{prefix_counts_};
+  counts.num_used = allocator_->num_used_blocks();
+  counts.num_cached = allocator_->num_cached_blocks();
+  for (const int64_t num_filled : usage().filled) counts.num_filled_slots += num_filled;
+  counts.peak_used = allocator_->peak_used_blocks();
+  counts.num_evictions = allocator_->num_evictions();
+  if (host_allocator_) {
+    counts.num_host_used = host_allocator_->num_used_blocks();
+    counts.num_host_cached = host_allocator_->num_cached_blocks();
+  }
+  return counts;
+}
+
 void Sequences::check_sequence(const Sequence& sequence) const {
   const std::vector<BlockTable>& tables = sequence.swapped_out ? sequence.host_tables : sequence.tables;
   const int64_t block_size = allocator_->block_size(), num_slots = tables[0].num_tokens();
@@ -236,44 +276,51 @@ void Sequences::check_sequence(const Sequence& sequence) const {
   }
   if (!sequence.root || sequence.swapped_out) return;
   BlockKey key = *sequence.root;
-  const std::span<const int64_t> token_ids(sequence.token_ids);
   require(sequence.num_keyed_blocks * block_size <= sequence.num_computed_tokens,
           "a block is keyed too early");
   for (int64_t i = 0; i < sequence.num_keyed_blocks; ++i) {
-    key = extend_key(key, token_ids.subspan(i * block_size, block_size));
+    const std::optional<BlockKey> next = keys_.find(key, block_tokens(sequence.token_ids, i));
+    require(next.has_value(), "a sequence has tokens that nobody holds");
+    key = *next;
     for (int64_t group = 0; group < num_groups(); ++group) {
       const int32_t block = sequence.tables[group].blocks()[i];
       require(block == NO_BLOCK || prefix_cache_.find(key, static_cast<int32_t>(group)) == block,
               "a sequence's full block is not the one that its tokens lead to");
     }
   }
-  require(key == sequence.key, "a sequence has the key of other tokens");
+  require(key == *sequence.key, "a sequence has the key of other tokens");
+}
+
+// Each block has as many owners as tables of sequences and transfers have it.
+void Sequences::check_owners(const BlockAllocator& pool, std::vector<BlockTable> Sequence::* tables) const {
+  std::vector<int32_t> owners(pool.num_touched_blocks(), 0);
+  for (const Slot& slot : slots_) {
+    if (!slot.sequence) continue;
+    for (const BlockTable& table : (*slot.sequence).*tables) {
+      for (int64_t i = table.num_released(); i < table.num_blocks(); ++i) ++owners.at(table.blocks()[i]);
+    }
+  }
+  for (const auto& [id, transfer] : open_transfers_) {
+    if (transfer.source != &pool) continue;
+    for (const int32_t block : transfer.blocks) ++owners.at(block);
+  }
+  for (size_t block = 0; block < owners.size(); ++block) {
+    require(owners[block] == pool.num_owners(static_cast<int32_t>(block)),
+            "a block is not owned by as many sequences and transfers as have it");
+  }
 }
 
 void Sequences::check_integrity() const {
   allocator_->check_integrity();
   prefix_cache_.check_integrity();
-  const PoolUsage pool = usage();
-  for (int64_t block = 0; block < allocator_->num_touched_blocks(); ++block) {
-    require(pool.owners[block] == allocator_->num_owners(static_cast<int32_t>(block)),
-            "a block is not owned by as many sequences as map it");
-  }
+  check_owners(*allocator_, &Sequence::tables);
   for (const Slot& slot : slots_) {
     if (slot.sequence) check_sequence(*slot.sequence);
   }
   if (!host_allocator_) return;
   host_allocator_->check_integrity();
-  std::vector<int32_t> owners(host_allocator_->num_blocks(), 0);
-  for (const Slot& slot : slots_) {
-    if (!slot.sequence) continue;
-    for (const BlockTable& table : slot.sequence->host_tables) {
-      for (const int32_t block : table.blocks()) owners[block == NO_BLOCK ? 0 : block] += block != NO_BLOCK;
-    }
-  }
-  for (int64_t block = 0; block < host_allocator_->num_touched_blocks(); ++block) {
-    require(owners[block] == host_allocator_->num_owners(static_cast<int32_t>(block)),
-            "a host block is not owned by as many sequences as map it");
-  }
+  host_prefix_cache_->check_integrity();
+  check_owners(*host_allocator_, &Sequence::host_tables);
 }
 
 }  // namespace pagedkv

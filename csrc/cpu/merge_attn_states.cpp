@@ -23,6 +23,12 @@ void merge_row(const MergeAttnStatesParams& p, int64_t token_idx, int64_t head_i
   const MergeWeights weight = merge_weights(p.lse_a[token_idx * p.lse_a_token_stride + head_idx],
                                             p.lse_b[token_idx * p.lse_b_token_stride + head_idx]);
   p.lse[token_idx * p.num_heads + head_idx] = weight.lse;
+  if (weight.a != 0.0f && weight.b != 0.0f) {
+    for (int64_t i = 0; i < p.head_dim; ++i) {
+      out[i] = from_float<T>(weight.a * to_float(out_a[i]) + weight.b * to_float(out_b[i]));
+    }
+    return;
+  }
   for (int64_t i = 0; i < p.head_dim; ++i) {
     // A weight of 0 must not meet a NaN (0 * NaN is NaN), and the other state then stays as it is, -0 too.
     const float from_a = weight.a == 0.0f ? -0.0f : weight.a * to_float(out_a[i]);

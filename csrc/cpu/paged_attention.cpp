@@ -2,234 +2,200 @@
 // sequence (Kwon et al. 2023, "Efficient memory management for large language model serving with
 // PagedAttention", section 4.1).
 //
-// The portable kernel: plain C++, and the oracle of the faster ones.
+// This file shares the work out; the kernels are in paged_attention/: decode.h for the heads of one query
+// token, prefill.h for the rest, each compiled for several instruction sets, and portable.cpp.
 //
-// Work: a task is (sequence, KV head, tile of query rows); a row is one query token and one head of the KV
-// head's group, so the whole group shares each K and V row that is loaded. A task walks its keys in tiles
-// that are cut at absolute multiples of TILE_TOKENS and folds each into the row's softmax state in order. A
-// row's arithmetic thus depends on its own keys alone, never on the batch, the other rows or the number of
-// threads: every split_size gives the same bits.
-//
-// Bytes: K and V once per task, converted to float32 in a tile that stays in the L1 or L2 cache; out once.
-#include <array>
+// Work: a unit is (sequence, KV head or heads, rows), a row being a query token and a head of the KV head's
+// group, so that K and V are read once for the whole group. Where that makes too few units for many
+// processors, the keys of each are cut into chunks, whose partial results are merged in order. How keys are
+// cut depends on the shapes alone, never on the number of threads, which only decides how units are grouped.
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <utility>
 #include <vector>
 
 #include "common/dispatch.h"
 #include "common/masks.h"
 #include "common/online_softmax.h"
 #include "common/paging.h"
+#include "cpu/paged_attention/isa.h"
 #include "cpu/parallel.h"
 #include "ops.h"
 
 namespace pagedkv::cpu {
 
+unsigned char* thread_scratch(int64_t num_bytes) {
+  struct Free {
+    void operator()(unsigned char* memory) const { std::free(memory); }
+  };
+  thread_local std::unique_ptr<unsigned char, Free> memory;
+  thread_local int64_t size = 0;
+  if (size < num_bytes) {
+    memory.reset();
+    size = 0;
+    memory.reset(static_cast<unsigned char*>(std::aligned_alloc(64, (num_bytes + 63) / 64 * 64)));
+    if (memory == nullptr) throw std::bad_alloc();
+    size = num_bytes;
+  }
+  return memory.get();
+}
+
 namespace {
 
-constexpr int64_t TILE_TOKENS = 64;
-constexpr int64_t TILE_ROWS = 16;
-constexpr int64_t LANES = 8;  // head dimensions are multiples of it; the compiler makes vectors of it
+constexpr int64_t TASK_ROWS = 256;         // of prefill: what one copy of a tile of K and V serves
+constexpr int64_t MIN_CHUNK_TOKENS = 512;  // a chunk's partial result is then below 1 % of its K and V
+constexpr int64_t CHUNK_UNIT = 128;        // prefill.h cuts its tiles there
+constexpr int64_t WANTED_TASKS = 256;      // for processors of up to 64 cores, four each
+constexpr int64_t TASKS_PER_THREAD = 4;
 
-// One query row of a task.
-struct Row {
-  int64_t token_idx, head_idx;
-  RowMask mask;
-  OnlineSoftmax softmax;
+// A task for all keys of its rows, to be cut into num_chunks.
+struct Unit {
+  AttentionTask task;
+  bool is_decode;
+  int64_t num_chunks = 1;
+  int64_t partial_begin = 0;  // of its first chunk in the partial results, where it has several
+
+  int64_t num_rows() const { return task.num_kv_heads * (task.row_end - task.row_begin); }
 };
 
-// The task's memory, reused by every task of a thread.
-struct Scratch {
-  std::vector<float> query;     // [TILE_ROWS, head_dim]
-  std::vector<float> key;       // [TILE_TOKENS, head_dim]
-  std::vector<float> value;     // [TILE_TOKENS, value_head_dim]
-  std::vector<float> acc;       // [TILE_ROWS, value_head_dim] sum of weight * value
-  std::vector<float> tile_acc;  // [value_head_dim] the same of one row and tile
-  std::array<float, TILE_TOKENS> score;
-
-  void resize(const PagedAttentionParams& p) {
-    query.resize(TILE_ROWS * p.head_dim);
-    key.resize(TILE_TOKENS * p.head_dim);
-    value.resize(TILE_TOKENS * p.value_head_dim);
-    acc.resize(TILE_ROWS * p.value_head_dim);
-    tile_acc.resize(p.value_head_dim);
-  }
-};
-
-// The sum of a[i] * b[i], in LANES partial sums whose order never changes.
-float dot(const float* a, const float* b, int64_t size) {
-  float lane[LANES] = {};
-  for (int64_t i = 0; i < size; i += LANES) {
-    for (int64_t j = 0; j < LANES; ++j) lane[j] += a[i + j] * b[i + j];
-  }
-  return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
-}
-
-template <class Cache>
-void load_tile(const PagedAttentionParams& p, const int32_t* block_table, int64_t kv_head_idx,
-               int64_t token_begin, int64_t load_begin, int64_t load_end, Scratch& scratch) {
-  const float k_scale = scale_of(p.k_scale, p.k_scale_value, kv_head_idx);
-  const float v_scale = scale_of(p.v_scale, p.v_scale_value, kv_head_idx);
-  for (int64_t token = load_begin; token < load_end; ++token) {
-    const int64_t block = block_table[token / p.block_size], token_in_block = token % p.block_size;
-    const auto* key_row = static_cast<const Cache*>(p.key_cache) +
-                          cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx);
-    const auto* value_row = static_cast<const Cache*>(p.value_cache) +
-                            cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx);
-    float* key = scratch.key.data() + (token - token_begin) * p.head_dim;
-    float* value = scratch.value.data() + (token - token_begin) * p.value_head_dim;
-    for (int64_t i = 0; i < p.head_dim; ++i) key[i] = to_float(key_row[i]) * k_scale;
-    for (int64_t i = 0; i < p.value_head_dim; ++i) value[i] = to_float(value_row[i]) * v_scale;
-  }
-}
-
-// Scores of one row against the tile, in the contract's order: scale, softcap, ALiBi, mask. Returns the
-// largest.
-float score_tile(const PagedAttentionParams& p, const Row& row, const float* query, int64_t token_begin,
-                 int64_t token_end, Scratch& scratch) {
-  float max = NEG_INF;
-  for (int64_t token = token_begin; token < token_end; ++token) {
-    float& score = scratch.score[token - token_begin];
-    score = NEG_INF;
-    if (!row.mask.visible(token)) continue;
-    score = dot(query, scratch.key.data() + (token - token_begin) * p.head_dim, p.head_dim) * p.softmax_scale;
-    if (p.softcap > 0.0f) score = p.softcap * std::tanh(score / p.softcap);
-    if (p.alibi_slopes != nullptr) {
-      score += p.alibi_slopes[row.head_idx] * static_cast<float>(token - row.mask.position);
-    }
-    if (score > max) max = score;
-  }
-  return max;
-}
-
-// acc = acc * factor + sum of weight * value, and the same for the softmax's sum. The tile is summed up
-// apart, so that a long context loses no digits to a running sum.
-void accumulate_tile(const PagedAttentionParams& p, Row& row, float* acc, int64_t token_begin,
-                     int64_t token_end, float tile_max, Scratch& scratch) {
-  const float factor = row.softmax.raise_max(tile_max);
-  float tile_sum = 0.0f;
-  float* tile_acc = scratch.tile_acc.data();
-  std::fill_n(tile_acc, p.value_head_dim, 0.0f);
-  for (int64_t token = token_begin; token < token_end; ++token) {
-    const float score = scratch.score[token - token_begin];
-    if (score == NEG_INF) continue;  // a masked slot may hold NaN, and 0 * NaN is NaN
-    const float weight = row.softmax.weight(score);
-    tile_sum += weight;
-    const float* value = scratch.value.data() + (token - token_begin) * p.value_head_dim;
-    for (int64_t i = 0; i < p.value_head_dim; ++i) tile_acc[i] += weight * value[i];
-  }
-  row.softmax.sum += tile_sum;
-  for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] = acc[i] * factor + tile_acc[i];
-}
-
-// Adds the sink to the denominator, normalises and stores. A row that saw no key gives 0, and its lse is the
-// sink's.
-template <class Query>
-void store_row(const PagedAttentionParams& p, Row& row, float* acc) {
-  const bool empty = row.softmax.sum == 0.0f;
-  if (p.sinks != nullptr) {
-    const float sink = p.sinks[row.head_idx];
-    const float factor = row.softmax.raise_max(sink);
-    for (int64_t i = 0; i < p.value_head_dim; ++i) acc[i] *= factor;
-    row.softmax.sum += row.softmax.weight(sink);
-  }
-  auto* out =
-      static_cast<Query*>(p.out) + row.token_idx * p.out_token_stride + row.head_idx * p.out_head_stride;
-  for (int64_t i = 0; i < p.value_head_dim; ++i) {
-    out[i] = from_float<Query>(empty ? 0.0f : acc[i] / row.softmax.sum);
-  }
-  if (p.lse != nullptr) p.lse[row.token_idx * p.num_heads + row.head_idx] = row.softmax.lse();
-}
-
-// One task: rows [row_begin, row_end) of the sequence's query_len * group rows, token-major.
-template <class Query, class Cache>
-void attend_rows(const PagedAttentionParams& p, int64_t seq_idx, int64_t kv_head_idx, int64_t query_begin,
-                 int64_t query_len, int64_t row_begin, int64_t row_end, Scratch& scratch) {
+// The keys that any of the task's rows may see.
+void find_keys(const PagedAttentionParams& p, AttentionTask& task) {
   const int64_t group = p.num_heads / p.num_kv_heads;
-  const int64_t num_rows = row_end - row_begin;
-  std::array<Row, TILE_ROWS> rows;
-  int64_t keys_begin = RowMask::NO_TREE, keys_end = 0;
-  for (int64_t r = 0; r < num_rows; ++r) {
-    const int64_t query_idx = (row_begin + r) / group;
-    rows[r].token_idx = query_begin + query_idx;
-    rows[r].head_idx = kv_head_idx * group + (row_begin + r) % group;
-    rows[r].mask = row_mask(p, seq_idx, query_len, query_idx, rows[r].token_idx);
-    if (rows[r].mask.begin < rows[r].mask.end) {
-      keys_begin = std::min<int64_t>(keys_begin, rows[r].mask.begin);
-      keys_end = std::max<int64_t>(keys_end, rows[r].mask.end);
-    }
-    const auto* query = static_cast<const Query*>(p.query) + rows[r].token_idx * p.query_token_stride +
-                        rows[r].head_idx * p.query_head_stride;
-    for (int64_t i = 0; i < p.head_dim; ++i) scratch.query[r * p.head_dim + i] = to_float(query[i]);
+  task.keys_begin = std::numeric_limits<int32_t>::max();
+  task.keys_end = 0;
+  for (int64_t query = task.row_begin / group; query < ceil_div(task.row_end, group); ++query) {
+    const RowMask mask = row_mask(p, task.seq_idx, task.query_len, query, task.query_begin + query);
+    if (mask.begin >= mask.end) continue;
+    task.keys_begin = std::min(task.keys_begin, mask.begin);
+    task.keys_end = std::max(task.keys_end, mask.end);
   }
-  std::fill_n(scratch.acc.begin(), num_rows * p.value_head_dim, 0.0f);
+  task.keys_begin = std::min(task.keys_begin, task.keys_end);
+}
 
-  const int32_t* block_table = p.block_tables + seq_idx * p.block_tables_seq_stride;
-  for (int64_t token_begin = keys_begin / TILE_TOKENS * TILE_TOKENS; token_begin < keys_end;
-       token_begin += TILE_TOKENS) {
-    const int64_t load_begin = std::max(token_begin, keys_begin);
-    const int64_t load_end = std::min(token_begin + TILE_TOKENS, keys_end);
-    load_tile<Cache>(p, block_table, kv_head_idx, token_begin, load_begin, load_end, scratch);
-    for (int64_t r = 0; r < num_rows; ++r) {
-      const float tile_max =
-          score_tile(p, rows[r], scratch.query.data() + r * p.head_dim, token_begin, load_end, scratch);
-      accumulate_tile(p, rows[r], scratch.acc.data() + r * p.value_head_dim, token_begin, load_end, tile_max,
-                      scratch);
+// How many KV heads of a sequence one decode task takes: all, so that memory is read in order, but no more
+// than leaves every thread some tasks.
+int64_t heads_per_decode(const PagedAttentionParams& p) {
+  const int64_t num_threads = omp_get_max_threads(), num_units = p.num_seqs * p.num_kv_heads;
+  if (num_threads == 1) return p.num_kv_heads;
+  return std::clamp<int64_t>(num_units / (TASKS_PER_THREAD * num_threads), 1, p.num_kv_heads);
+}
+
+std::vector<Unit> list_units(const PagedAttentionParams& p) {
+  const int64_t group = p.num_heads / p.num_kv_heads, decode_heads = heads_per_decode(p);
+  std::vector<Unit> units;
+  for (int64_t seq_idx = 0; seq_idx < p.num_seqs; ++seq_idx) {
+    AttentionTask task{};
+    task.seq_idx = seq_idx;
+    task.query_begin = p.query_start_loc != nullptr ? p.query_start_loc[seq_idx] : seq_idx;
+    task.query_len = p.query_start_loc != nullptr ? p.query_start_loc[seq_idx + 1] - task.query_begin : 1;
+    // With split_size every row is prefill's, whose arithmetic is the same for any number of rows.
+    const bool is_decode = task.query_len == 1 && group <= AttentionKernels::DECODE_ROWS &&
+                           p.tree_mask == nullptr && p.split_size == 0;
+    const int64_t heads = is_decode ? decode_heads : 1, num_rows = task.query_len * group;
+    // The last rows of a prompt see the most keys, so they come first.
+    for (int64_t row = (num_rows - 1) / TASK_ROWS * TASK_ROWS; row >= 0 && num_rows > 0; row -= TASK_ROWS) {
+      task.row_begin = row;
+      task.row_end = std::min(row + TASK_ROWS, num_rows);
+      find_keys(p, task);
+      for (int64_t kv_head_idx = 0; kv_head_idx < p.num_kv_heads; kv_head_idx += heads) {
+        task.kv_head_idx = kv_head_idx;
+        task.num_kv_heads = std::min(heads, p.num_kv_heads - kv_head_idx);
+        units.push_back({task, is_decode});
+      }
     }
   }
-  for (int64_t r = 0; r < num_rows; ++r)
-    store_row<Query>(p, rows[r], scratch.acc.data() + r * p.value_head_dim);
+  return units;
+}
+
+// How the keys of all units are cut: at multiples of chunk_tokens.
+struct Chunks {
+  int64_t chunk_tokens;
+  int64_t num_floats;                              // of the partial results
+  std::vector<std::pair<int64_t, int64_t>> tasks;  // of each task, its unit and its chunk
+};
+
+Chunks cut_keys(const PagedAttentionParams& p, std::vector<Unit>& units) {
+  Chunks chunks{std::numeric_limits<int32_t>::max(), 0, {}};
+  if (p.split_size == 0) {  // with it, one chunk: every split_size gives the same bits
+    int64_t num_tokens = 0;
+    for (const Unit& unit : units) {
+      num_tokens += (unit.task.keys_end - unit.task.keys_begin) * unit.task.num_kv_heads;
+    }
+    chunks.chunk_tokens =
+        std::max(MIN_CHUNK_TOKENS, ceil_div(num_tokens, WANTED_TASKS * CHUNK_UNIT) * CHUNK_UNIT);
+  }
+  for (int64_t i = 0; i < static_cast<int64_t>(units.size()); ++i) {
+    Unit& unit = units[i];
+    const int64_t first = unit.task.keys_begin / chunks.chunk_tokens;
+    unit.num_chunks = std::max<int64_t>(1, ceil_div(unit.task.keys_end, chunks.chunk_tokens) - first);
+    for (int64_t chunk_idx = 0; chunk_idx < unit.num_chunks; ++chunk_idx)
+      chunks.tasks.push_back({i, chunk_idx});
+    if (unit.num_chunks == 1) continue;
+    unit.partial_begin = chunks.num_floats;
+    chunks.num_floats += unit.num_chunks * unit.num_rows() * PartialRows::stride(p);
+  }
+  return chunks;
+}
+
+// The keys of one of a unit's chunks; the first and the last are cut short by what the rows see.
+AttentionTask chunk_of(const Unit& unit, int64_t chunk_idx, int64_t chunk_tokens) {
+  AttentionTask task = unit.task;
+  const int64_t first = unit.task.keys_begin / chunk_tokens + chunk_idx;
+  task.keys_begin = static_cast<int32_t>(std::max<int64_t>(task.keys_begin, first * chunk_tokens));
+  task.keys_end = static_cast<int32_t>(std::min<int64_t>(task.keys_end, (first + 1) * chunk_tokens));
+  return task;
+}
+
+void attend(const PagedAttentionParams& p, const AttentionKernels& kernels) {
+  std::vector<Unit> units = list_units(p);
+  const Chunks chunks = cut_keys(p, units);
+  // Not value-initialised: pages that no task writes are never touched.
+  const std::unique_ptr<float[]> partial_rows(new float[chunks.num_floats]);
+  parallel_for(static_cast<int64_t>(chunks.tasks.size()), 1, [&](int64_t task_idx) {
+    const auto [unit_idx, chunk_idx] = chunks.tasks[task_idx];
+    const Unit& unit = units[unit_idx];
+    const AttentionTask task = chunk_of(unit, chunk_idx, chunks.chunk_tokens);
+    float* rows = nullptr;
+    if (unit.num_chunks > 1) {
+      rows = partial_rows.get() + unit.partial_begin + chunk_idx * unit.num_rows() * PartialRows::stride(p);
+    }
+    (unit.is_decode ? kernels.decode : kernels.prefill)(p, task, rows);
+  });
+  if (chunks.num_floats == 0) return;
+  parallel_for(static_cast<int64_t>(units.size()), 1, [&](int64_t unit_idx) {
+    const Unit& unit = units[unit_idx];
+    if (unit.num_chunks == 1) return;
+    kernels.store(p, unit.task, partial_rows.get() + unit.partial_begin, unit.num_chunks);
+  });
 }
 
 // Rows past the last sequence's are padding: out 0, lse -inf.
-template <class Query>
-void fill_padding(const PagedAttentionParams& p, int64_t num_query_tokens) {
-  for (int64_t token_idx = num_query_tokens; token_idx < p.num_tokens; ++token_idx) {
-    for (int64_t head_idx = 0; head_idx < p.num_heads; ++head_idx) {
-      auto* out = static_cast<Query*>(p.out) + token_idx * p.out_token_stride + head_idx * p.out_head_stride;
-      std::fill_n(out, p.value_head_dim, Query{});
-      if (p.lse != nullptr) p.lse[token_idx * p.num_heads + head_idx] = NEG_INF;
+void fill_padding(const PagedAttentionParams& p) {
+  const int64_t num_query_tokens = p.query_start_loc != nullptr ? p.query_start_loc[p.num_seqs] : p.num_seqs;
+  dispatch_float_dtype(p.query_dtype, [&]<class Query>() {
+    for (int64_t token_idx = num_query_tokens; token_idx < p.num_tokens; ++token_idx) {
+      for (int64_t head_idx = 0; head_idx < p.num_heads; ++head_idx) {
+        auto* out =
+            static_cast<Query*>(p.out) + token_idx * p.out_token_stride + head_idx * p.out_head_stride;
+        std::fill_n(out, p.value_head_dim, Query{});
+        if (p.lse != nullptr) p.lse[token_idx * p.num_heads + head_idx] = NEG_INF;
+      }
     }
-  }
-}
-
-// The tasks of every sequence, as a list: sequences may differ much in length.
-struct Task {
-  int64_t seq_idx, kv_head_idx, row_begin;
-};
-
-std::vector<Task> list_tasks(const PagedAttentionParams& p) {
-  const int64_t group = p.num_heads / p.num_kv_heads;
-  std::vector<Task> tasks;
-  tasks.reserve(p.num_seqs * p.num_kv_heads);
-  for (int64_t seq_idx = 0; seq_idx < p.num_seqs; ++seq_idx) {
-    const int64_t query_len =
-        p.query_start_loc != nullptr ? p.query_start_loc[seq_idx + 1] - p.query_start_loc[seq_idx] : 1;
-    for (int64_t kv_head_idx = 0; kv_head_idx < p.num_kv_heads; ++kv_head_idx) {
-      for (int64_t row = 0; row < query_len * group; row += TILE_ROWS)
-        tasks.push_back({seq_idx, kv_head_idx, row});
-    }
-  }
-  return tasks;
+  });
 }
 
 }  // namespace
 
 void paged_attention(const PagedAttentionParams& p) {
-  const std::vector<Task> tasks = list_tasks(p);
-  const int64_t group = p.num_heads / p.num_kv_heads;
-  dispatch_cache_pair(p.query_dtype, p.cache_dtype, [&]<class Query, class Cache>() {
-    parallel_for(static_cast<int64_t>(tasks.size()), 1, [&](int64_t task_idx) {
-      thread_local Scratch scratch;
-      scratch.resize(p);
-      const Task& task = tasks[task_idx];
-      const int64_t query_begin =
-          p.query_start_loc != nullptr ? p.query_start_loc[task.seq_idx] : task.seq_idx;
-      const int64_t query_len =
-          p.query_start_loc != nullptr ? p.query_start_loc[task.seq_idx + 1] - query_begin : 1;
-      attend_rows<Query, Cache>(p, task.seq_idx, task.kv_head_idx, query_begin, query_len, task.row_begin,
-                                std::min(task.row_begin + TILE_ROWS, query_len * group), scratch);
-    });
-    fill_padding<Query>(p, p.query_start_loc != nullptr ? p.query_start_loc[p.num_seqs] : p.num_seqs);
-  });
+  const AttentionKernels* kernels = attention_kernels(chosen_isa(), p.query_dtype);
+  if (kernels == nullptr) {
+    portable_paged_attention(p);
+  } else {
+    attend(p, *kernels);
+  }
+  fill_padding(p);
 }
 
 }  // namespace pagedkv::cpu

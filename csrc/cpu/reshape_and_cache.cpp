@@ -16,7 +16,7 @@ namespace {
 constexpr int64_t MIN_TOKENS_PER_PARTITION = 64;  // below it, waking a thread costs more than the copies
 
 template <class Input, class Cache>
-void write_token(const ReshapeAndCacheParams& p, int64_t token_idx, int64_t slot) {
+void write_token(const ReshapeAndCacheParams& p, int64_t token_idx, int64_t slot, bool stream) {
   const auto* key = static_cast<const Input*>(p.key) + token_idx * p.key_token_stride;
   const auto* value = static_cast<const Input*>(p.value) + token_idx * p.value_token_stride;
   auto* key_cache = static_cast<Cache*>(p.key_cache);
@@ -25,10 +25,10 @@ void write_token(const ReshapeAndCacheParams& p, int64_t token_idx, int64_t slot
   for (int64_t kv_head_idx = 0; kv_head_idx < p.num_kv_heads; ++kv_head_idx) {
     store_row(key + kv_head_idx * p.key_head_stride,
               key_cache + cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx), p.head_dim,
-              scale_of(p.k_scale, p.k_scale_value, kv_head_idx));
+              scale_of(p.k_scale, p.k_scale_value, kv_head_idx), stream);
     store_row(value + kv_head_idx * p.value_head_stride,
               value_cache + cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx),
-              p.value_head_dim, scale_of(p.v_scale, p.v_scale_value, kv_head_idx));
+              p.value_head_dim, scale_of(p.v_scale, p.v_scale_value, kv_head_idx), stream);
   }
 }
 
@@ -36,14 +36,17 @@ void write_token(const ReshapeAndCacheParams& p, int64_t token_idx, int64_t slot
 
 void reshape_and_cache(const ReshapeAndCacheParams& p) {
   const int64_t num_partitions =
-      std::clamp<int64_t>(p.num_tokens / MIN_TOKENS_PER_PARTITION, 1, 4 * omp_get_max_threads());
+      std::clamp<int64_t>(p.num_tokens / MIN_TOKENS_PER_PARTITION, 1, omp_get_max_threads());
   dispatch_cache_pair(p.input_dtype, p.cache_dtype, [&]<class Input, class Cache>() {
+    const int64_t bytes_per_token = p.num_kv_heads * (p.head_dim + p.value_head_dim) * sizeof(Cache);
+    const bool stream = p.num_tokens * bytes_per_token >= STREAM_BYTES;
     parallel_for(num_partitions, 1, [&](int64_t partition) {
       for (int64_t token_idx = 0; token_idx < p.num_tokens; ++token_idx) {
         const int64_t slot = p.slot_mapping[token_idx];
         if (slot < 0 || slot / p.block_size % num_partitions != partition) continue;
-        write_token<Input, Cache>(p, token_idx, slot);
+        write_token<Input, Cache>(p, token_idx, slot, stream);
       }
+      stream_fence();
     });
   });
 }

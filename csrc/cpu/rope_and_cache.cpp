@@ -24,13 +24,17 @@ void rotate_row(const RopeAndCacheParams& p, const Input* row, int64_t position,
   const auto* cos = static_cast<const Table*>(p.cos) + position * p.cos_position_stride;
   const auto* sin = static_cast<const Table*>(p.sin) + position * p.sin_position_stride;
   const int64_t half = p.rotary_dim / 2;
-  for (int64_t i = 0; i < half; ++i) {
-    const int64_t first = p.interleaved ? 2 * i : i;
-    const int64_t second = p.interleaved ? 2 * i + 1 : i + half;
+  const auto rotate_pair = [&](int64_t i, int64_t first, int64_t second) {
     const float a = to_float(row[first]), b = to_float(row[second]);
     const float c = to_float(cos[i]), s = to_float(sin[i]);
     rotated[first] = a * c - b * s;
     rotated[second] = b * c + a * s;
+  };
+  // Two loops, each with fixed distances, which compilers make vector loops of.
+  if (p.interleaved) {
+    for (int64_t i = 0; i < half; ++i) rotate_pair(i, 2 * i, 2 * i + 1);
+  } else {
+    for (int64_t i = 0; i < half; ++i) rotate_pair(i, i, i + half);
   }
   for (int64_t i = p.rotary_dim; i < p.write.head_dim; ++i) rotated[i] = to_float(row[i]);
 }
@@ -67,7 +71,7 @@ void write_token(const RopeAndCacheParams& p, int64_t token_idx, int64_t slot, f
       // Quantised caches divide the float32 rotation: rounded once, from float32 to the cache's dtype.
       key_row[i] = from_float<Cache>(is_quantised_v<Cache> ? rotated[i] / k_scale : rotated[i]);
     }
-    store_row(value, value_row, w.value_head_dim, scale_of(w.v_scale, w.v_scale_value, kv_head_idx));
+    store_row(value, value_row, w.value_head_dim, scale_of(w.v_scale, w.v_scale_value, kv_head_idx), false);
   }
 }
 

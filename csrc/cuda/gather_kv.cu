@@ -112,8 +112,9 @@ PAGEDKV_DEVICE void gather_token(const Launch& launch, int64_t out_idx, int lane
       });
 }
 
+// Two CTAs to an SM are named, since the compiler would aim at more and spill.
 template <class Cache>
-__global__ void __launch_bounds__(CTA_THREADS) gather_kv_kernel(const Launch launch) {
+__global__ void __launch_bounds__(CTA_THREADS, 2) gather_kv_kernel(const Launch launch) {
   const int warp_idx = threadIdx.x / WARP_THREADS, lane_idx = threadIdx.x % WARP_THREADS;
   const int64_t begin = blockIdx.x * TOKENS_PER_CTA;
   const int64_t end = min_of(begin + TOKENS_PER_CTA, launch.p.total_tokens);

@@ -120,8 +120,9 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
       });
 }
 
+// Two CTAs to an SM are named, since the compiler would aim at more and spill.
 template <class Cache>
-__global__ void __launch_bounds__(WRITE_CTA_THREADS) rope_and_cache_kernel(const Launch launch) {
+__global__ void __launch_bounds__(WRITE_CTA_THREADS, 2) rope_and_cache_kernel(const Launch launch) {
   PAGEDKV_SHARED(shared);
   auto& slots = *reinterpret_cast<CtaSlots*>(shared);
   const RopeAndCacheParams& p = launch.p;

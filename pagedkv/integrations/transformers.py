@@ -163,7 +163,7 @@ class PagedCache(Cache):
         self._config = config.get_text_config(decoder=True)
         if dtype is None and isinstance(self._config.dtype, torch.dtype):
             dtype = self._config.dtype
-        self._windows = _layer_windows(self._config)
+        self._windows = layer_windows(self._config)
         num_heads = self._config.num_attention_heads
         self.pool = PagedKVCache(
             num_layers=len(self._windows),
@@ -334,11 +334,7 @@ def paged_attention_forward(
     if dropout > 0:
         raise ValueError(f"pagedkv is for inference: dropout must be 0, got {dropout} (call model.eval())")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    asked = {name for name, value in kwargs.items() if value is not None and value is not False}
-    unsupported = sorted(asked & _UNSUPPORTED_KEYWORDS)
-    if not causal or unsupported:
-        what = f"the keywords {unsupported}" if unsupported else "attention that is not causal"
-        raise NotImplementedError(f"attn_implementation='pagedkv' does not support {what}")
+    check_keywords(kwargs, causal, IMPLEMENTATION)
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype != torch.bool):
         raise NotImplementedError(
             "attn_implementation='pagedkv' takes a 2-D padding mask, not one of shape "
@@ -415,7 +411,16 @@ def paged_attention_mask(
     return None if bool(visible.all()) else visible
 
 
-def _layer_windows(config: PreTrainedConfig) -> list[int | None]:
+def check_keywords(keywords: dict[str, Any], causal: bool, implementation: str) -> None:
+    """Raise where a model asks its attention function for what the operator cannot do."""
+    asked = {name for name, value in keywords.items() if value is not None and value is not False}
+    unsupported = sorted(asked & _UNSUPPORTED_KEYWORDS)
+    if not causal or unsupported:
+        what = f"the keywords {unsupported}" if unsupported else "attention that is not causal"
+        raise NotImplementedError(f"attn_implementation='{implementation}' does not support {what}")
+
+
+def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer, None where it sees all tokens."""
     if config.is_encoder_decoder:
         raise NotImplementedError("PagedCache does not support encoder-decoder models")

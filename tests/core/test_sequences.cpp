@@ -120,25 +120,42 @@ void random_use_is_predicted_exactly() {
   CHECK(sequences.allocator().num_free_blocks() == 24);
 }
 
-void random_use_of_everything() {
-  // Prefixes, windows and a host pool, under constant eviction.
+// Prefixes, windows and a host pool, under constant eviction, with copies that take their time.
+void random_use_of_everything(bool compare_tokens) {
   std::mt19937 random(3);
   const BlockKey root = SHA256_INITIAL_STATE;
-  Sequences sequences(24, 2, {Sequences::NO_WINDOW, 3}, 12);
-  Longs live;
+  SequencesOptions options;
+  options.windows = {Sequences::NO_WINDOW, 3};
+  options.num_host_blocks = 12;
+  options.compare_tokens = compare_tokens;
+  if (compare_tokens) options.key_bits = 2;
+  Sequences sequences(24, 2, options);
+  Longs live, transfers;
+  int num_moved_prefixes = 0;
   const auto some_tokens = [&] {
     Longs tokens(random() % 9);
     for (int64_t& token : tokens) token = random() % 8 == 0;
     return tokens;
   };
+  const auto finish_some = [&](size_t num_left) {
+    while (transfers.size() > num_left) {
+      std::swap(transfers[random() % transfers.size()], transfers.back());
+      sequences.finish_transfer(transfers.back());
+      transfers.pop_back();
+    }
+  };
   for (int step = 0; step < 20000; ++step) {
-    const unsigned action = random() % 8;
+    finish_some(random() % 4);
+    const unsigned action = random() % 9;
     if (live.empty() || (action == 0 && live.size() < 8)) {
       Longs tokens = some_tokens();
       const bool fits = sequences.can_allocate(tokens, root, 0);
+      const int64_t num_known = sequences.probe(tokens, root);
       const int64_t num_tokens = static_cast<int64_t>(tokens.size());
       live.push_back(sequences.add(std::move(tokens), num_tokens, root));
+      CHECK(sequences.num_cached_tokens(live.back()) == num_known);
       CHECK(sequences.can_append(Longs{live.back()}, Longs{0}) == fits);
+      for (const Transfer& arrival : sequences.take_arrivals()) transfers.push_back(arrival.transfer_id);
     }
     const size_t index = random() % live.size();
     const int64_t id = live[index];
@@ -148,7 +165,7 @@ void random_use_of_everything() {
       live.erase(live.begin() + index);
     } else if (action == 2 || away) {
       try {
-        sequences.finish_transfer((away ? sequences.swap_in(id) : sequences.swap_out(id)).transfer_id);
+        transfers.push_back((away ? sequences.swap_in(id) : sequences.swap_out(id)).transfer_id);
       } catch (const OutOfMemory&) {
         CHECK(sequences.is_swapped_out(id) == away);
       }
@@ -158,16 +175,25 @@ void random_use_of_everything() {
       live.push_back(sequences.fork(id));
     } else if (action == 5) {
       sequences.evict(random() % 3);
+    } else if (action == 6) {
+      int64_t num_moved = 0;
+      transfers.push_back(sequences.swap_out_prefixes(random() % 3, num_moved).transfer_id);
+      num_moved_prefixes += static_cast<int>(num_moved);
     } else {
       sequences.append(id, some_tokens());
       if (sequences.can_append(Longs{id}, Longs{0})) compute_all(sequences, {id});
     }
     sequences.check_integrity();
   }
-  CHECK(sequences.prefix_counts().num_hit_tokens > 1000 && sequences.allocator().num_evictions() > 1000);
+  finish_some(0);
+  const Counts counts = sequences.counts();
+  CHECK(counts.num_hit_tokens > 1000 && counts.num_evictions > 500);
+  CHECK(counts.num_host_hits > 100 && num_moved_prefixes > 100);
   for (const int64_t id : live) sequences.free(id);
   CHECK(sequences.allocator().num_free_blocks() == 24);
   CHECK(sequences.host_allocator()->num_free_blocks() == 12);
+  sequences.reset_prefix_cache();
+  CHECK(sequences.counts().num_cached + sequences.counts().num_host_cached == 0);
 }
 
 }  // namespace pagedkv::test
@@ -178,6 +204,7 @@ int main() {
   an_id_is_never_reused();
   all_writers_of_a_tail_in_one_batch();
   random_use_is_predicted_exactly();
-  random_use_of_everything();
+  random_use_of_everything(false);
+  random_use_of_everything(true);
   return num_failures == 0 ? 0 : 1;
 }

@@ -85,27 +85,42 @@ def find_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 
-@functools.cache
-def load() -> None:
-    """Compile what has changed since the last call, in any process, and load the library.
-
-    Raises:
-        RuntimeError: the compiler or ninja failed; the message holds their output.
-    """
+def load_library(kernel_sources: list[Path], directory: Path, flags: list[str]) -> None:
+    """Compile bindings, emulator and the given kernels with torch's builder and load the library."""
     # Slow to import, and those who only ask for the lists of files do not need it.
     from torch.utils import cpp_extension
 
     find_ninja()
+    cpp_extension.load(
+        name="pagedkv_emulated",
+        sources=[str(path) for path in [*binding_files(), *kernel_sources, *emulator_files()]],
+        extra_include_paths=[str(CSRC), str(EMULATOR), str(EMULATOR / "ptx")],
+        extra_cflags=flags,
+        extra_ldflags=["-fopenmp"],
+        build_directory=str(directory),
+        with_cuda=False,
+        is_python_module=False,
+    )
+
+
+@functools.cache
+def load() -> None:
+    """Compile what has changed since the last call, in any process, and load the library.
+
+    ``PAGEDKV_EMULATOR_ROUTE`` chooses what runs as a kernel: its ``source`` (the default) or nvcc's ``ptx``.
+
+    Raises:
+        RuntimeError: the compiler or ninja failed; the message holds their output.
+    """
+    route = os.environ.get("PAGEDKV_EMULATOR_ROUTE", "source")
+    if route == "ptx":
+        from emulation.ptx import build as ptx
+
+        ptx.load()
+        return
+    if route != "source":
+        raise RuntimeError(f"PAGEDKV_EMULATOR_ROUTE is {route!r}; supported: 'source', 'ptx'")
     directory = ROOT / "build" / "emulated" / f"torch-{torch.__version__}"
     directory.mkdir(parents=True, exist_ok=True)
     with exclusive(directory):
-        cpp_extension.load(
-            name="pagedkv_emulated",
-            sources=[str(path) for path in [*binding_files(), *wrap_kernels(directory), *emulator_files()]],
-            extra_include_paths=[str(CSRC), str(EMULATOR)],
-            extra_cflags=FLAGS,
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(directory),
-            with_cuda=False,
-            is_python_module=False,
-        )
+        load_library(wrap_kernels(directory), directory, FLAGS)

@@ -81,6 +81,30 @@ cudaError_t run_grid(const LaunchShape& shape, const Callable& body, const void*
       shape, [](const void* context) { (*static_cast<const Callable*>(context))(); }, &body, kernel);
 }
 
+// A kernel in another form: the function that runs in its place, of the kernel's parameters as bytes.
+struct Replacement {
+  const char* name;
+  void (*body)(const unsigned char* params);
+  unsigned max_threads;  // that a CTA may have; 0: as many as CUDA allows
+  int architecture;      // that it was compiled for, 80 and up
+};
+
+// Of a kernel's replacements the one for the latest architecture up to PAGEDKV_EMULATOR_ARCHITECTURE (80 if
+// unset) runs. The first replacement of any kernel makes them the rule: a kernel without one is then an
+// error.
+void replace_kernel(const void* kernel, const Replacement& replacement);
+
+// Runs `kernel`, or what replaces it, on a grid. Where PAGEDKV_EMULATOR_EXECUTED names a folder, it gets an
+// empty file for each replacement that ran.
+cudaError_t run_replaced(const LaunchShape& shape, const void* kernel, const void* params);
+bool has_replacements();
+
+template <class Params>
+cudaError_t run_kernel(const LaunchShape& shape, void (*kernel)(Params), const Params& params) {
+  if (has_replacements()) return run_replaced(shape, reinterpret_cast<const void*>(kernel), &params);
+  return run_grid(shape, [&] { kernel(params); }, reinterpret_cast<const void*>(kernel));
+}
+
 // ---- Seen from inside a kernel
 // ------------------------------------------------------------------------------------
 

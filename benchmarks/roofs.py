@@ -1,0 +1,88 @@
+"""What the machine can do at best, measured in the same rounds as the kernels: reading, matrix products."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+BUILD = Path(__file__).resolve().parent.parent / "build" / "benchmarks"
+
+# Each thread sums its share of the bytes: eight accumulators, and a prefetch into the L2 cache ahead of them.
+# OpenMP, since that is what torch and the kernels use: its threads are awake.
+_READ_SOURCE = """
+#include <omp.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef uint64_t Vector __attribute__((vector_size(64)));
+
+enum { LANES = 8, STEP = LANES * sizeof(Vector), AHEAD = 4096 };
+
+uint64_t read_bytes(const char* data, size_t num_bytes, int num_threads) {
+  uint64_t total = 0;
+#pragma omp parallel num_threads(num_threads) reduction(+ : total)
+  {
+    const size_t share = num_bytes / STEP / omp_get_num_threads() * STEP;
+    const char* begin = data + share * omp_get_thread_num();
+    Vector sum[LANES] = {{0}};
+    for (size_t i = 0; i < share; i += STEP) {
+      for (int lane = 0; lane < LANES; ++lane) {
+        __builtin_prefetch(begin + i + AHEAD + lane * sizeof(Vector), 0, 2);
+        sum[lane] += *(const Vector*)(begin + i + lane * sizeof(Vector));
+      }
+    }
+    for (int lane = 0; lane < LANES; ++lane) {
+      for (size_t j = 0; j < sizeof(Vector) / sizeof(uint64_t); ++j) total += sum[lane][j];
+    }
+  }
+  return total;
+}
+"""
+
+# A square that reaches the full rate on one core and on two, and no larger: it is timed often.
+_GEMM_SIZE = 768
+GEMM_FLOPS = 2 * _GEMM_SIZE**3
+
+
+@functools.cache
+def _read_bytes() -> Callable[[int, int, int], int]:
+    """The C function, compiled for this machine at its first use."""
+    name = hashlib.sha256(_READ_SOURCE.encode()).hexdigest()[:16]
+    library = BUILD / f"read_bytes-{name}.so"
+    if not library.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        source = library.with_suffix(".c")
+        source.write_text(_READ_SOURCE)
+        command = ["gcc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", source, "-o", library]
+        subprocess.run(command, check=True)
+    function = ctypes.CDLL(str(library)).read_bytes
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_uint64
+    return function  # type: ignore[no-any-return]
+
+
+def reader(tensors: list[torch.Tensor]) -> Callable[[], object]:
+    """A call that reads every byte of the contiguous CPU tensors once, on as many threads as torch has."""
+    read = _read_bytes()
+    places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    num_threads = torch.get_num_threads()
+
+    def call() -> None:
+        for address, num_bytes in places:
+            read(address, num_bytes, num_threads)
+
+    return call
+
+
+def gemm(dtype: torch.dtype) -> Callable[[], object]:
+    """A call of GEMM_FLOPS floating-point operations by torch; float16, which torch has slow, as bfloat16."""
+    dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    a, b = (torch.randn(_GEMM_SIZE, _GEMM_SIZE).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    return lambda: torch.mm(a, b, out=out)
