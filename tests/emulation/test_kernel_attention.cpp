@@ -83,6 +83,7 @@ TEST(kernel_attention_options) {
     };
     check_with([](AttentionShape& shape) { shape.score_options = true; });
     check_with([](AttentionShape& shape) { shape.window = 20; });
+    check_with([](AttentionShape& shape) { shape.window = 80; });
     check_with([](AttentionShape& shape) { shape.window = 9, shape.causal = false; });
     check_with([](AttentionShape& shape) { shape.causal = false; });
     check_with([](AttentionShape& shape) { shape.kv_starts = {70, 0, 0, 17}; });

@@ -77,6 +77,7 @@ def compile_cubins(home: Path, flags: list[str], architectures: list[str], num_j
     WORK.mkdir(parents=True, exist_ok=True)
     nvcc = home / "bin" / "nvcc"
     rule = [
+        f"builddir = {WORK}",
         "rule cubin",
         f"  command = {nvcc} -cubin -arch=$arch {' '.join(flags)} -I{ROOT / 'csrc'} -Xptxas -v "
         "-MD -MF $out.d $in -o $out > $out.log 2>&1 || (cat $out.log; false)",

@@ -131,6 +131,7 @@ BARRIERS = [
         "no barrier after a fold",
         "begin == chunk_.fold_begin);\n      __syncthreads();",
         "begin == chunk_.fold_begin);",
+        test="attention_chunks",
     ),
     decode_race(
         "no barrier before normalisers are read",
@@ -300,12 +301,6 @@ MASKS_AND_INDICES = [
         "(has_block >> key & 1) != 0 && row.mask",
         "row.mask",
         test="attention_hole",
-    ),
-    decode(
-        "keys that the first row sees are taken for seen by all",
-        "return {last.mask.begin,",
-        "return {first.mask.begin,",
-        test="attention_options",
     ),
     decode(
         "values of hidden keys meet weight 0",
