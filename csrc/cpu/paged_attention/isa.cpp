@@ -11,7 +11,7 @@ constexpr Isa ALL_ISAS[] = {Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_b
 
 bool is_supported(Isa isa) {
   if (isa == Isa::portable) return true;
-#if defined(__x86_64__)
+#if defined(PAGEDKV_X86_KERNELS)
   const bool avx2 =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (isa == Isa::avx2) return avx2;
@@ -68,7 +68,7 @@ const char* isa_name(Isa isa) {
 }
 
 const AttentionKernels* attention_kernels(Isa isa, [[maybe_unused]] DType query_dtype) {
-#if defined(__x86_64__)
+#if defined(PAGEDKV_X86_KERNELS)
   if (isa == Isa::avx2) return &AVX2_KERNELS;
   if (isa == Isa::avx512_bf16 && query_dtype == DType::bfloat16) return &AVX512_BF16_KERNELS;
   if (isa != Isa::portable) return &AVX512_KERNELS;

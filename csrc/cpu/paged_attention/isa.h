@@ -18,7 +18,8 @@ Isa chosen_isa();
 std::string supported_isas();
 const char* isa_name(Isa isa);
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PAGEDKV_PORTABLE_ONLY)
+#define PAGEDKV_X86_KERNELS
 extern const AttentionKernels AVX2_KERNELS, AVX512_KERNELS, AVX512_BF16_KERNELS;
 #endif
 
