@@ -183,9 +183,9 @@ class DecodeCta {
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] = 0.0f;
     }
-#pragma unroll(NT == 1 ? 4 : 1)
+#pragma unroll(NT == 1 ? 4 : 2)
     for (int step = 0; step < K_STEPS; step += 2) {
-      if (step * 16 >= head_dim) break;
+      if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
       uint32_t a[2][4];
       if constexpr (CACHE_BYTES == 2) {
         ldmatrix_x4(a[0], shared_ + keys.at(2 * step));
@@ -248,7 +248,7 @@ class DecodeCta {
     const SwizzledRow<Tile::ROW_BYTES> values(values_at, lane_ % 8 + key_half * 8, dim_half);
 #pragma unroll
     for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-      if (step * 16 >= head_dim) break;
+      if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
       uint32_t loaded[4];
       ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step));
       if constexpr (CACHE_BYTES == 2) {

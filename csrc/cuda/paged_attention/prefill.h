@@ -192,7 +192,7 @@ class PrefillCta {
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, key, CACHE_BYTES == 2 ? lane_ / 8 % 2 : 0);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-      if (step * 16 >= head_dim) break;
+      if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
       if constexpr (!Tile::HOLDS_QUERY) load_query_step(step, query_[0]);
       const uint32_t (&a)[4] = query_[Tile::HOLDS_QUERY ? step : 0];
 #pragma unroll
@@ -292,7 +292,7 @@ class PrefillCta {
       }
 #pragma unroll
       for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-        if (step * 16 >= head_dim) break;
+        if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
         uint32_t loaded[4];
         ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step) + column * 8 * Tile::ROW_BYTES);
         if constexpr (CACHE_BYTES == 2) {

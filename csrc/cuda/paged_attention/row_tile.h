@@ -9,6 +9,10 @@
 
 namespace pagedkv::cuda {
 
+// A head_dim below the kernel's ends the main loops' steps of 16 dimensions early, but only after so many: what
+// lies between is zero, and a branch keeps the compiler from moving loads ahead of products.
+inline constexpr int BRANCH_STEPS = 4;
+
 // What a row's scores depend on; a row past the last sees nothing.
 struct QueryRow {
   RowMask mask;
