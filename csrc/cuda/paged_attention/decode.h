@@ -42,8 +42,7 @@ struct DecodeTile {
 
   static constexpr int QUERY_AT = WORK_BYTES;
   static constexpr int ROWS_AT = QUERY_AT + QUERY_BYTES;
-  static constexpr int VALID_AT = ROWS_AT + ROWS * static_cast<int>(sizeof(QueryRow));
-  static constexpr int RING_AT = (VALID_AT + CTA_WARPS * 4 * 4 + 127) / 128 * 128;
+  static constexpr int RING_AT = (ROWS_AT + ROWS * static_cast<int>(sizeof(QueryRow)) + 127) / 128 * 128;
   // The merge uses the ring's memory. The CTA's state outlives it only where a CTA takes several splits;
   // otherwise it lies in the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
   static constexpr int STATE_AT = RING_AT + WARP_STATES_BYTES;
@@ -78,6 +77,7 @@ class DecodeCta {
     rows.load_query(shared_ + Tile::QUERY_AT, Tile::ROWS);
     rows.fill_rows(query_rows(), Tile::ROWS);
     __syncthreads();
+    tree_begin_ = query_rows()[0].mask.tree_begin;
     sure_ = keys_seen_by_all(query_rows()[0], query_rows()[chunk_.piece.num_rows - 1]);
     const int state_at = takes_several_splits(launch_) ? Tile::KEPT_STATE_AT : Tile::STATE_AT;
     const SharedStates warps(shared_ + Tile::RING_AT, CTA_WARPS, Tile::ROWS, Tile::ACC_ROW_STRIDE);
@@ -99,10 +99,6 @@ class DecodeCta {
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE int slot_at(int entry) const {
     return Tile::RING_AT + (entry % Tile::SLOTS * CTA_WARPS + warp_) * Tile::SLOT_BYTES;
-  }
-  // Which of the warp's 16 keys of a tile have a block; the ring never holds more than 4 tiles.
-  PAGEDKV_DEVICE uint32_t& valid(int tile) const {
-    return reinterpret_cast<uint32_t*>(shared_ + Tile::VALID_AT)[warp_ * 4 + (tile & 3)];
   }
   // The first of the warp's keys.
   PAGEDKV_DEVICE int token_of(int tile) const {
@@ -137,7 +133,7 @@ class DecodeCta {
       cp_async_wait<Tile::SLOTS - 1>();
       __syncwarp();
       const int values_at = slot_at(2 * tile + 1);
-      if (token_of(tile) + WARP_TOKENS > query_rows()[0].mask.tree_begin) {
+      if (token_of(tile) + WARP_TOKENS > tree_begin_) {
         clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, token_of(tile), WARP_TOKENS,
                                       shared_ + values_at);
         __syncwarp();
@@ -161,15 +157,19 @@ class DecodeCta {
     if (tile < num_tiles_) {
       unsigned char* slot = shared_ + slot_at(entry);
       if (entry % 2 == 0) {
-        const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance(my_token(tile)));
-        if (lane_ == 0) valid(tile) = has_block & 0xffffu;
+        has_block_ = has_block_ << 16 | (__ballot_sync(FULL_WARP, pages_.advance()) & 0xffffu);
         pages_.look_up(my_token(tile + 1), my_token(tile + 1) < fold_end_);
-        copy_rows<CACHE_BYTES, D>(launch_, p_.key_cache, p_.head_dim, pages_.offset(key_cache_strides(p_)),
-                                  WARP_TOKENS, slot);
+        copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
+            launch_.cache_rows_are_aligned,
+            pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)), p_.head_dim, slot);
       } else {
-        copy_rows<CACHE_BYTES, D>(launch_, p_.value_cache, p_.value_head_dim,
-                                  pages_.offset(value_cache_strides(p_)), WARP_TOKENS, slot);
+        copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
+            launch_.cache_rows_are_aligned,
+            pages_.template row<CACHE_BYTES>(p_.value_cache, value_cache_strides(p_)), p_.value_head_dim,
+            slot);
       }
+    } else if (entry % 2 == 0) {
+      has_block_ <<= 16;
     }
     cp_async_commit();
   }
@@ -212,7 +212,8 @@ class DecodeCta {
   // Products to scores.
   PAGEDKV_DEVICE void mask_scores(int tile, float (&score)[NT][4]) const {
     const int warp_begin = token_of(tile);
-    const uint32_t has_block = valid(tile);
+    // Between a tile's copies and its use (SLOTS - 1) / 2 further tiles have begun.
+    const uint32_t has_block = has_block_ >> (Tile::SLOTS - 1) / 2 * 16 & 0xffffu;
     const bool sure =
         has_block == 0xffffu && warp_begin >= sure_.begin && warp_begin + WARP_TOKENS <= sure_.end;
     if (sure && rule_.is_plain()) {
@@ -299,7 +300,9 @@ class DecodeCta {
   Widener<Query> widener_;
   int warp_, lane_;
   KeyRange sure_;  // every row sees these keys
+  int tree_begin_;  // from this key on a row may see one and not the one before
   int tiles_begin_, fold_end_, num_tiles_;
+  uint32_t has_block_;  // which of the warp's 16 keys have one: of the tile that began last in the low half
   WarpState<K_STEPS, NT> state_;
 };
 

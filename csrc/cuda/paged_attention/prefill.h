@@ -1,7 +1,7 @@
-// Attention of a tile of 64 or 128 query rows to the keys and values of one KV head, on tensor cores, for
+// Attention of a tile of 64 query rows to the keys and values of one KV head, on tensor cores, for
 // prefill and for large groups (Dao 2023, "FlashAttention-2", section 3).
 //
-// Work: a CTA has the chunks of schedule.h. Each of its 4 or 8 warps has 16 rows; all share a tile of 64 keys
+// Work: a CTA has the chunks of schedule.h. Each of its 4 warps has 16 rows; all share a tile of 64 keys
 // (32 at head_dim 256). Bytes: K and V of a chunk are read once for all rows, by 16-byte asynchronous copies
 // into two buffers, of which one is filled while the other is used.
 //
@@ -16,7 +16,7 @@
 namespace pagedkv::cuda {
 
 inline constexpr int WARP_ROWS = 16;
-inline constexpr int MAX_PREFILL_WARPS = 8;
+inline constexpr int PREFILL_ROWS = CTA_WARPS * WARP_ROWS;
 
 // D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
 template <int CACHE_BYTES, int D>
@@ -30,21 +30,16 @@ struct PrefillTile {
 
   static constexpr int VALID_AT = WORK_BYTES;  // a byte for 8 keys of each of two tiles
   static constexpr int ROWS_AT = VALID_AT + 16;
-  PAGEDKV_HD static constexpr int query_at(int rows) {
-    return (ROWS_AT + rows * static_cast<int>(sizeof(QueryRow)) + 127) / 128 * 128;
-  }
+  static constexpr int QUERY_AT =
+      (ROWS_AT + PREFILL_ROWS * static_cast<int>(sizeof(QueryRow)) + 127) / 128 * 128;
+  static constexpr int QUERY_BYTES = PREFILL_ROWS * D * 2;
   // A query that registers hold passes through the memory of the buffers.
-  PAGEDKV_HD static constexpr int buffers_at(int rows) {
-    return query_at(rows) + (HOLDS_QUERY ? 0 : rows * D * 2);
-  }
+  static constexpr int BUFFERS_AT = QUERY_AT + (HOLDS_QUERY ? 0 : QUERY_BYTES);
   // The CTA's state takes the place of query and buffers when all keys are done.
-  PAGEDKV_HD static constexpr int shared_bytes(int rows) {
-    const int state_bytes = rows * (ACC_ROW_STRIDE + 2) * 4, query_bytes = rows * D * 2;
-    const int buffers_end = buffers_at(rows) + 4 * BUFFER_BYTES;
-    return max_of(buffers_end, query_at(rows) + max_of(state_bytes, query_bytes));
-  }
-  static constexpr int MAX_ROWS = D == 256 ? 64 : 128;
-  static_assert(shared_bytes(MAX_ROWS) <= 99 * 1024, "a CTA fits every architecture");
+  static constexpr int STATE_BYTES = PREFILL_ROWS * (ACC_ROW_STRIDE + 2) * 4;
+  static constexpr int SHARED_BYTES =
+      max_of(BUFFERS_AT + 4 * BUFFER_BYTES, QUERY_AT + max_of(STATE_BYTES, QUERY_BYTES));
+  static_assert(SHARED_BYTES <= 99 * 1024, "a CTA fits every architecture");
 };
 
 template <class Query, int CACHE_BYTES, int D>
@@ -52,6 +47,7 @@ class PrefillCta {
   using Tile = PrefillTile<CACHE_BYTES, D>;
   static constexpr int K_STEPS = D / 16;
   static constexpr int KEY_COLUMNS = Tile::KEYS / 8, VALUE_COLUMNS = D / 8;
+  static constexpr int COPIED_TOKENS = Tile::KEYS / CTA_WARPS;  // of a tile, by a warp
 
  public:
   PAGEDKV_DEVICE PrefillCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
@@ -64,16 +60,15 @@ class PrefillCta {
         widener_(launch.p.cache_dtype) {
     warp_ = threadIdx.x / WARP_THREADS;
     lane_ = threadIdx.x % WARP_THREADS;
-    warp_tokens_ = Tile::KEYS / static_cast<int>(blockDim.x / WARP_THREADS);
   }
 
   PAGEDKV_DEVICE void run() {
     RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    const int tile_rows = launch_.tile_rows();
-    rows.fill_rows(query_rows(), tile_rows);
-    rows.load_query(shared_ + Tile::query_at(tile_rows), tile_rows);
+    rows.fill_rows(query_rows(), PREFILL_ROWS);
+    rows.load_query(shared_ + Tile::QUERY_AT, PREFILL_ROWS);
     __syncthreads();
     find_warp_keys();
+    tree_begin_ = query_rows()[0].mask.tree_begin;
     if constexpr (Tile::HOLDS_QUERY) {
 #pragma unroll
       for (int step = 0; step < K_STEPS; ++step) load_query_step(step, query_[step]);
@@ -81,11 +76,11 @@ class PrefillCta {
     }
     attend();
     __syncthreads();  // all warps are done with query and buffers, whose memory the state uses
-    auto* acc = reinterpret_cast<float*>(shared_ + Tile::query_at(tile_rows));
-    float* max = acc + tile_rows * Tile::ACC_ROW_STRIDE;
-    write_state(acc, max, max + tile_rows);
+    auto* acc = reinterpret_cast<float*>(shared_ + Tile::QUERY_AT);
+    float* max = acc + PREFILL_ROWS * Tile::ACC_ROW_STRIDE;
+    write_state(acc, max, max + PREFILL_ROWS);
     __syncthreads();
-    rows.store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + tile_rows);
+    rows.store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + PREFILL_ROWS);
   }
 
  private:
@@ -94,7 +89,7 @@ class PrefillCta {
     return shared_ + Tile::VALID_AT + tile % 2 * (Tile::KEYS / 8);
   }
   PAGEDKV_DEVICE int buffer_at(int tile, bool is_value) const {
-    return Tile::buffers_at(launch_.tile_rows()) + (tile % 2 * 2 + is_value) * Tile::BUFFER_BYTES;
+    return Tile::BUFFERS_AT + (tile % 2 * 2 + is_value) * Tile::BUFFER_BYTES;
   }
 
   // The keys that any of the warp's rows sees, and those that all of them see; none for a warp without rows.
@@ -127,9 +122,9 @@ class PrefillCta {
       __syncthreads();  // the tile is there for all warps, and all are done with the one before
       if (tile + 1 < num_tiles) issue(tile + 1);
       const int begin = tiles_begin + tile * Tile::KEYS;
-      if (begin + Tile::KEYS > query_rows()[0].mask.tree_begin) {
-        const int first = warp_ * warp_tokens_;
-        clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, begin + first, warp_tokens_,
+      if (begin + Tile::KEYS > tree_begin_) {
+        const int first = warp_ * COPIED_TOKENS;
+        clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, begin + first, COPIED_TOKENS,
                                       shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
         __syncthreads();
       }
@@ -151,31 +146,33 @@ class PrefillCta {
     multiply_values<IS_INT8>(buffer_at(tile, true), score);
   }
 
-  // The token of a tile whose row this lane finds: a warp copies KEYS / num_warps, 8 or 16, of them.
+  // The token of a tile whose row this lane finds.
   PAGEDKV_DEVICE int token_of(int tile) const {
-    return chunk_.fold_begin + tile * Tile::KEYS + warp_ * warp_tokens_ + lane_ % warp_tokens_;
+    return chunk_.fold_begin + tile * Tile::KEYS + warp_ * COPIED_TOKENS + lane_ % COPIED_TOKENS;
   }
 
   // Starts the copies of a tile's keys and values.
   PAGEDKV_DEVICE void issue(int tile) {
-    const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance(token_of(tile)));
-    const int first = warp_ * warp_tokens_;
-    if (lane_ < warp_tokens_ / 8) {
+    const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance());
+    const int first = warp_ * COPIED_TOKENS;
+    if (lane_ < COPIED_TOKENS / 8) {
       valid(tile)[first / 8 + lane_] = static_cast<uint8_t>(has_block >> 8 * lane_);
     }
     pages_.look_up(token_of(tile + 1), true);
-    copy_rows<CACHE_BYTES, D>(launch_, p_.key_cache, p_.head_dim, pages_.offset(key_cache_strides(p_)),
-                              warp_tokens_, shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);
-    copy_rows<CACHE_BYTES, D>(launch_, p_.value_cache, p_.value_head_dim,
-                              pages_.offset(value_cache_strides(p_)), warp_tokens_,
-                              shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
+    copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
+        launch_.cache_rows_are_aligned,
+        pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)), p_.head_dim,
+        shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);
+    copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
+        launch_.cache_rows_are_aligned,
+        pages_.template row<CACHE_BYTES>(p_.value_cache, value_cache_strides(p_)), p_.value_head_dim,
+        shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
     cp_async_commit();
   }
 
   // 16 dimensions of the warp's rows, as operand a.
   PAGEDKV_DEVICE void load_query_step(int step, uint32_t (&a)[4]) const {
-    const int query_at = Tile::query_at(launch_.tile_rows());
-    const SwizzledRow<D * 2> row(query_at, warp_ * WARP_ROWS + lane_ % 16, lane_ / 16);
+    const SwizzledRow<D * 2> row(Tile::QUERY_AT, warp_ * WARP_ROWS + lane_ % 16, lane_ / 16);
     ldmatrix_x4(a, shared_ + row.at(2 * step));
   }
 
@@ -244,18 +241,25 @@ class PrefillCta {
 
   // Scores become weights; what was summed before is rescaled where a row's maximum rose.
   PAGEDKV_DEVICE void weigh(float (&score)[KEY_COLUMNS][4]) {
+    float tile_max[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float tile_max = NEGATIVE_INFINITY;
+      tile_max[row] = NEGATIVE_INFINITY;
 #pragma unroll
       for (int column = 0; column < KEY_COLUMNS; ++column) {
-        tile_max = fmaxf(tile_max, fmaxf(score[column][2 * row], score[column][2 * row + 1]));
+        tile_max[row] = fmaxf(tile_max[row], fmaxf(score[column][2 * row], score[column][2 * row + 1]));
       }
-      tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_WARP, tile_max, 1));
-      tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_WARP, tile_max, 2));
-      if (tile_max > max_[row]) {
-        const float factor = max_[row] == NEGATIVE_INFINITY ? 0.0f : exp2_approx(max_[row] - tile_max);
-        max_[row] = tile_max;
+    }
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      for (int row = 0; row < 2; ++row) {
+        tile_max[row] = fmaxf(tile_max[row], __shfl_xor_sync(FULL_WARP, tile_max[row], lanes));
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if (tile_max[row] > max_[row]) {
+        const float factor = exp2_approx(max_[row] - tile_max[row]);  // 0 where there was no maximum
+        max_[row] = tile_max[row];
         sum_[row] *= factor;
 #pragma unroll
         for (int column = 0; column < VALUE_COLUMNS; ++column) {
@@ -343,7 +347,8 @@ class PrefillCta {
   PageCursor pages_;
   ScoreRule rule_;
   Widener<Query> widener_;
-  int warp_, lane_, warp_tokens_;
+  int warp_, lane_;
+  int tree_begin_;  // from this key on a row may see one and not the one before
   KeyRange warp_keys_, sure_;
   uint32_t query_[Tile::HOLDS_QUERY ? K_STEPS : 1][4];
   float acc_[VALUE_COLUMNS][4];
@@ -351,7 +356,7 @@ class PrefillCta {
 };
 
 template <class Query, int CACHE_BYTES, int D>
-__global__ void __launch_bounds__(MAX_PREFILL_WARPS* WARP_THREADS, 1)
+__global__ void __launch_bounds__(CTA_THREADS, 2)
     prefill_kernel(const AttentionLaunch launch) {
   PAGEDKV_SHARED(shared);
   fill_padding<Query>(launch.p);
