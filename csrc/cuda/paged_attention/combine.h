@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 4) combine_kernel(const Attention
       max = fold.max;
     }
     const Normaliser normaliser = normaliser_of(p, head_idx, piece.kv_head_idx, max * LN_2, sum);
-    store_quad(out_row<Query>(p, token_idx, head_idx) + dim, normalised<Query>(normaliser, acc),
+    store_quad(out_row<Query>(p, token_idx, head_idx) + dim, normalised<Query>(normaliser.ratio(), acc),
                launch.query_rows_are_aligned);
     if (dim == 0 && p.lse != nullptr) p.lse[token_idx * p.num_heads + head_idx] = normaliser.lse;
   }

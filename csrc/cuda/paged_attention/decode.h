@@ -65,7 +65,7 @@ class DecodeCta {
         p_(launch.p),
         shared_(shared),
         chunk_(chunk),
-        pages_(launch.p, chunk),
+        pages_(launch, chunk),
         rule_(launch.p, chunk.piece.kv_head_idx),
         widener_(launch.p.cache_dtype) {
     warp_ = threadIdx.x / WARP_THREADS;
@@ -180,8 +180,10 @@ class DecodeCta {
     const int head_dim = static_cast<int>(p_.head_dim);
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, lane_ % 16, lane_ / 16);
     const SwizzledRow<D * 2> query(Tile::QUERY_AT, lane_ % 8, lane_ / 8);
+    // Even and odd steps are summed apart: a product waits for the one before it, and there are few rows.
+    float odd[NT][4];
     for (int nt = 0; nt < NT; ++nt) {
-      for (int e = 0; e < 4; ++e) score[nt][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) score[nt][e] = odd[nt][e] = 0.0f;
     }
 #pragma unroll(NT == 1 ? 4 : 2)
     for (int step = 0; step < K_STEPS; step += 2) {
@@ -204,8 +206,11 @@ class DecodeCta {
         uint32_t b[4];
         ldmatrix_x4(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
         mma_m16n8k16<Query>(score[nt], a[0], {b[0], b[1]});
-        mma_m16n8k16<Query>(score[nt], a[1], {b[2], b[3]});
+        mma_m16n8k16<Query>(NT == 1 ? odd[nt] : score[nt], a[1], {b[2], b[3]});
       }
+    }
+    for (int nt = 0; NT == 1 && nt < NT; ++nt) {
+      for (int e = 0; e < 4; ++e) score[nt][e] += odd[nt][e];
     }
   }
 

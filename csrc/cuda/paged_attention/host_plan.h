@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/paged_attention/plan.h"
 #include "cuda/rows.h"
@@ -87,6 +88,8 @@ inline AttentionLaunch make_launch(const PagedAttentionParams& p, int64_t num_sm
   launch.state_rows = launch.tile_rows();
   if (p.query_start_loc == nullptr) launch.state_rows = std::min(launch.state_rows, launch.group);
   launch.num_splits = 1;
+  const auto block_size = static_cast<uint64_t>(p.block_size);
+  launch.block_size_log2 = std::has_single_bit(block_size) ? std::countr_zero(block_size) : -1;
   launch.cache_rows_are_aligned = cache_rows_are_aligned(p);
   launch.query_rows_are_aligned = query_rows_are_aligned(p);
   if (p.query_dtype == DType::float32) return launch;

@@ -8,15 +8,17 @@ namespace pagedkv::cuda {
 // Finds where a lane's tokens lie. Block ids are read one step ahead, so that a copy does not wait for them.
 class PageCursor {
  public:
-  PAGEDKV_DEVICE PageCursor(const PagedAttentionParams& p, const Chunk& chunk)
-      : p_(p),
+  PAGEDKV_DEVICE PageCursor(const AttentionLaunch& launch, const Chunk& chunk)
+      : launch_(launch),
+        p_(launch.p),
         keys_(chunk.keys),
-        table_(p.block_tables + chunk.piece.seq_idx * p.block_tables_seq_stride),
+        table_(p_.block_tables + chunk.piece.seq_idx * p_.block_tables_seq_stride),
         kv_head_idx_(chunk.piece.kv_head_idx) {}
 
   // Reads the block of the next token, where it is wanted and a row can see it.
   PAGEDKV_DEVICE void look_up(int token, bool is_wanted) {
-    const int block_size = static_cast<int>(p_.block_size), entry = token / block_size;
+    const int block_size = static_cast<int>(p_.block_size), log2 = launch_.block_size_log2;
+    const int entry = log2 >= 0 ? token >> log2 : token / block_size;  // a division is a long way
     next_token_in_block_ = token - entry * block_size;
     next_block_ = is_wanted && token >= keys_.begin && token < keys_.end ? block_of_entry(p_, table_, entry) : -1;
   }
@@ -37,6 +39,7 @@ class PageCursor {
   }
 
  private:
+  const AttentionLaunch& launch_;
   const PagedAttentionParams& p_;
   KeyRange keys_;
   const int32_t* table_;

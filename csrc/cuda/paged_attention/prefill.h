@@ -55,7 +55,7 @@ class PrefillCta {
         p_(launch.p),
         shared_(shared),
         chunk_(chunk),
-        pages_(launch.p, chunk),
+        pages_(launch, chunk),
         rule_(launch.p, chunk.piece.kv_head_idx),
         widener_(launch.p.cache_dtype) {
     warp_ = threadIdx.x / WARP_THREADS;

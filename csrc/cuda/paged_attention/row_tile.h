@@ -66,11 +66,11 @@ PAGEDKV_DEVICE void store_quad(void* destination, uint2 quad, bool is_aligned) {
   element[3] = static_cast<uint16_t>(quad.y >> 16);
 }
 
-// Four neighbouring accumulated values of a row as its results.
+// Four neighbouring accumulated values of a row as its results; `ratio` is its Normaliser's.
 template <class Query>
-PAGEDKV_DEVICE uint2 normalised(const Normaliser& normaliser, const float4& acc) {
-  return {pack2<Query>(normaliser(acc.x), normaliser(acc.y)),
-          pack2<Query>(normaliser(acc.z), normaliser(acc.w))};
+PAGEDKV_DEVICE uint2 normalised(float ratio, const float4& acc) {
+  if (ratio == 0.0f) return {};  // also where acc is not finite
+  return {pack2<Query>(acc.x * ratio, acc.y * ratio), pack2<Query>(acc.z * ratio, acc.w * ratio)};
 }
 
 // D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
@@ -120,9 +120,9 @@ class RowTile {
   }
 
   // The results of the rows or, where they saw only a chunk of their keys, their states: acc [num_rows,
-  // acc_row_stride], max and sum [num_rows] in shared memory, which are overwritten. Barriers around it.
+  // acc_row_stride], max and sum [num_rows] in shared memory; max is overwritten. Barriers around it.
   PAGEDKV_DEVICE void store(const Chunk& chunk, const float* acc, int acc_row_stride, float* max,
-                            float* sum) {
+                            const float* sum) {
     if (chunk.is_first && chunk.is_last) {
       if (piece_.kv_head_idx == 0 && threadIdx.x == 0 && is_combined(launch_)) {
         launch_.partial_chunks[piece_.row_tile_idx] = {0, -1};
@@ -141,14 +141,13 @@ class RowTile {
     return piece_.kv_head_idx * launch_.group + (piece_.row_begin + row) % launch_.group;
   }
 
-  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max, float* sum) const {
-    // `max` and `sum` of a row become what its values are multiplied with and divided by.
+  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max, const float* sum) const {
+    // The place of a row's `max` is taken by what its values are multiplied with.
 #pragma unroll 1
     for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {
       const Normaliser normaliser =
           normaliser_of(p_, head_of(row), piece_.kv_head_idx, max[row] * LN_2, sum[row]);
-      max[row] = normaliser.factor;
-      sum[row] = normaliser.sum;
+      max[row] = normaliser.ratio();
       if (p_.lse != nullptr) p_.lse[token_of(row) * p_.num_heads + head_of(row)] = normaliser.lse;
     }
     __syncthreads();
@@ -156,8 +155,7 @@ class RowTile {
 #pragma unroll 2
     for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
       const int row = i / quads, dim = i % quads * 4;
-      const Normaliser normaliser{max[row], sum[row], 0.0f};
-      const uint2 quad = normalised<Query>(normaliser, load_vector<float4>(acc + row * acc_row_stride + dim));
+      const uint2 quad = normalised<Query>(max[row], load_vector<float4>(acc + row * acc_row_stride + dim));
       store_quad(out_row<Query>(p_, token_of(row), head_of(row)) + dim, quad, launch_.query_rows_are_aligned);
     }
   }
