@@ -73,9 +73,7 @@ class DecodeCta {
   }
 
   PAGEDKV_DEVICE void run() {
-    RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    rows.load_query(shared_ + Tile::QUERY_AT, Tile::ROWS);
-    rows.fill_rows(query_rows(), Tile::ROWS);
+    load_rows();
     __syncthreads();
     tree_begin_ = query_rows()[0].mask.tree_begin;
     sure_ = keys_seen_by_all(query_rows()[0], query_rows()[chunk_.piece.num_rows - 1]);
@@ -92,10 +90,16 @@ class DecodeCta {
       __syncthreads();
       begin += chunk_.fold_keys;
     } while (begin < chunk_.keys.end);
-    rows.store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
+    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece).store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
   }
 
  private:
+  PAGEDKV_DEVICE void load_rows() const {
+    const RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
+    rows.load_query(shared_ + Tile::QUERY_AT, Tile::ROWS);
+    rows.fill_rows(query_rows(), Tile::ROWS);
+  }
+
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE int slot_at(int entry) const {
     return Tile::RING_AT + (entry % Tile::SLOTS * CTA_WARPS + warp_) * Tile::SLOT_BYTES;

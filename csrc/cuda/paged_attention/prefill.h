@@ -63,9 +63,7 @@ class PrefillCta {
   }
 
   PAGEDKV_DEVICE void run() {
-    RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    rows.fill_rows(query_rows(), PREFILL_ROWS);
-    rows.load_query(shared_ + Tile::QUERY_AT, PREFILL_ROWS);
+    load_rows();
     __syncthreads();
     find_warp_keys();
     tree_begin_ = query_rows()[0].mask.tree_begin;
@@ -80,10 +78,16 @@ class PrefillCta {
     float* max = acc + PREFILL_ROWS * Tile::ACC_ROW_STRIDE;
     write_state(acc, max, max + PREFILL_ROWS);
     __syncthreads();
-    rows.store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + PREFILL_ROWS);
+    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece).store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + PREFILL_ROWS);
   }
 
  private:
+  PAGEDKV_DEVICE void load_rows() const {
+    const RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
+    rows.load_query(shared_ + Tile::QUERY_AT, PREFILL_ROWS);
+    rows.fill_rows(query_rows(), PREFILL_ROWS);
+  }
+
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE uint8_t* valid(int tile) const {
     return shared_ + Tile::VALID_AT + tile % 2 * (Tile::KEYS / 8);

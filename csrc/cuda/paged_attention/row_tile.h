@@ -73,14 +73,19 @@ PAGEDKV_DEVICE uint2 normalised(float ratio, const float4& acc) {
   return {pack2<Query>(acc.x * ratio, acc.y * ratio), pack2<Query>(acc.z * ratio, acc.w * ratio)};
 }
 
-// D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
+// D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element. A warp takes every
+// CTA_WARPS-th row, a lane four neighbouring elements of it.
 template <class Query, int CACHE_BYTES, int D>
 class RowTile {
-  static constexpr int QUADS = D / 4;
+  static constexpr int LANES_DIMS = 4 * WARP_THREADS;
 
  public:
+  // A copy of the piece, which lies in shared memory: else it would be read anew after every store.
   PAGEDKV_DEVICE RowTile(const AttentionLaunch& launch, const Piece& piece)
-      : launch_(launch), p_(launch.p), piece_(piece) {}
+      : launch_(launch), p_(launch.p), piece_(piece) {
+    warp_ = threadIdx.x / WARP_THREADS;
+    lane_ = threadIdx.x % WARP_THREADS;
+  }
 
   // To `rows`, one entry for each of tile_rows rows. A barrier must follow.
   PAGEDKV_DEVICE void fill_rows(QueryRow* rows, int tile_rows) const {
@@ -101,20 +106,26 @@ class RowTile {
   // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
   // so the query's are permuted alike.
   PAGEDKV_DEVICE void load_query(unsigned char* shared, int tile_rows) const {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < tile_rows * QUADS; i += blockDim.x) {
-      const int row = i / QUADS, dim = i % QUADS * 4;
-      uint2 quad{};
-      if (row < piece_.num_rows && dim < p_.head_dim) {
-        const auto* query = static_cast<const Query*>(p_.query) + token_of(row) * p_.query_token_stride +
-                            head_of(row) * p_.query_head_stride;
-        quad = load_quad(query + dim, launch_.query_rows_are_aligned);
-      }
-      if constexpr (CACHE_BYTES == 2) {
-        store_vector(shared + swizzled<D * 2>(row, dim / 8) + dim % 8 * 2, quad);
-      } else {
-        store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2) + dim % 16, quad.x);
-        store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2 + 1) + dim % 16, quad.y);
+    constexpr int BATCH = 4;  // rows that are on their way together
+#pragma unroll 1
+    for (int first = warp_; first < tile_rows; first += BATCH * CTA_WARPS) {
+#pragma unroll 1
+      for (int dim = lane_ * 4; dim < D; dim += LANES_DIMS) {
+        uint2 quads[BATCH] = {};
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const int row = first + i * CTA_WARPS;
+          if (row < piece_.num_rows && dim < p_.head_dim) {
+            const auto* query = static_cast<const Query*>(p_.query) + token_of(row) * p_.query_token_stride +
+                                head_of(row) * p_.query_head_stride;
+            quads[i] = load_quad(query + dim, launch_.query_rows_are_aligned);
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const int row = first + i * CTA_WARPS;
+          if (row < tile_rows) store_query_quad(shared, row, dim, quads[i]);
+        }
       }
     }
   }
@@ -134,6 +145,15 @@ class RowTile {
   }
 
  private:
+  PAGEDKV_DEVICE static void store_query_quad(unsigned char* shared, int row, int dim, uint2 quad) {
+    if constexpr (CACHE_BYTES == 2) {
+      store_vector(shared + swizzled<D * 2>(row, dim / 8) + dim % 8 * 2, quad);
+    } else {
+      store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2) + dim % 16, quad.x);
+      store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2 + 1) + dim % 16, quad.y);
+    }
+  }
+
   PAGEDKV_DEVICE int64_t token_of(int row) const {
     return piece_.query_begin + (piece_.row_begin + row) / launch_.group;
   }
@@ -151,12 +171,14 @@ class RowTile {
       if (p_.lse != nullptr) p_.lse[token_of(row) * p_.num_heads + head_of(row)] = normaliser.lse;
     }
     __syncthreads();
-    const int quads = static_cast<int>(p_.value_head_dim) / 4;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
-      const int row = i / quads, dim = i % quads * 4;
-      const uint2 quad = normalised<Query>(max[row], load_vector<float4>(acc + row * acc_row_stride + dim));
-      store_quad(out_row<Query>(p_, token_of(row), head_of(row)) + dim, quad, launch_.query_rows_are_aligned);
+    for (int row = warp_; row < piece_.num_rows; row += CTA_WARPS) {
+      Query* out = out_row<Query>(p_, token_of(row), head_of(row));
+#pragma unroll 1
+      for (int dim = lane_ * 4; dim < p_.value_head_dim; dim += LANES_DIMS) {
+        const float4 row_acc = load_vector<float4>(acc + row * acc_row_stride + dim);
+        store_quad(out + dim, normalised<Query>(max[row], row_acc), launch_.query_rows_are_aligned);
+      }
     }
   }
 
@@ -173,18 +195,20 @@ class RowTile {
     for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {
       launch_.partial_max_sum[first_row + row] = {max[row], sum[row]};
     }
-    const int quads = static_cast<int>(p_.value_head_dim) / 4;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
-      const int row = i / quads, dim = i % quads * 4;
-      store_vector(launch_.partial_acc + (first_row + row) * p_.value_head_dim + dim,
-                   load_vector<float4>(acc + row * acc_row_stride + dim));
+    for (int row = warp_; row < piece_.num_rows; row += CTA_WARPS) {
+      float* partial_acc = launch_.partial_acc + (first_row + row) * p_.value_head_dim;
+#pragma unroll 1
+      for (int dim = lane_ * 4; dim < p_.value_head_dim; dim += LANES_DIMS) {
+        store_vector(partial_acc + dim, load_vector<float4>(acc + row * acc_row_stride + dim));
+      }
     }
   }
 
   const AttentionLaunch& launch_;
   const PagedAttentionParams& p_;
-  const Piece& piece_;
+  const Piece piece_;
+  int warp_, lane_;
 };
 
 }  // namespace pagedkv::cuda
