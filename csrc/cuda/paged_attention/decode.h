@@ -42,7 +42,8 @@ struct DecodeTile {
 
   static constexpr int QUERY_AT = WORK_BYTES;
   static constexpr int ROWS_AT = QUERY_AT + QUERY_BYTES;
-  static constexpr int RING_AT = (ROWS_AT + ROWS * static_cast<int>(sizeof(QueryRow)) + 127) / 128 * 128;
+  static constexpr int UNSCALES_AT = ROWS_AT + ROWS * static_cast<int>(sizeof(QueryRow));
+  static constexpr int RING_AT = (UNSCALES_AT + ROWS * 4 + 127) / 128 * 128;
   // The merge uses the ring's memory. The CTA's state outlives it only where a CTA takes several splits;
   // otherwise it lies in the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
   static constexpr int STATE_AT = RING_AT + WARP_STATES_BYTES;
@@ -56,8 +57,10 @@ struct DecodeTile {
 
 template <class Query, int CACHE_BYTES, int D, int NT>
 class DecodeCta {
+  using Element = Operand<Query, CACHE_BYTES>;
   using Tile = DecodeTile<CACHE_BYTES, D, NT>;
   static constexpr int K_STEPS = D / 16;
+  static constexpr bool IS_CONVERTED = RowTile<Query, CACHE_BYTES, D>::IS_CONVERTED;
 
  public:
   PAGEDKV_DEVICE DecodeCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
@@ -76,6 +79,13 @@ class DecodeCta {
     load_rows();
     __syncthreads();
     tree_begin_ = query_rows()[0].mask.tree_begin;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      for (int e = 0; e < 2; ++e) {
+        scale_[nt][e] = rule_.log2_scale();
+        if constexpr (IS_CONVERTED) scale_[nt][e] *= unscales()[nt * 8 + lane_ % 4 * 2 + e];
+      }
+    }
     sure_ = keys_seen_by_all(query_rows()[0], query_rows()[chunk_.piece.num_rows - 1]);
     const int state_at = takes_several_splits(launch_) ? Tile::KEPT_STATE_AT : Tile::STATE_AT;
     const SharedStates warps(shared_ + Tile::RING_AT, CTA_WARPS, Tile::ROWS, Tile::ACC_ROW_STRIDE);
@@ -96,10 +106,11 @@ class DecodeCta {
  private:
   PAGEDKV_DEVICE void load_rows() const {
     const RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    rows.load_query(shared_ + Tile::QUERY_AT, Tile::ROWS);
+    rows.load_query(shared_ + Tile::QUERY_AT, unscales(), Tile::ROWS);
     rows.fill_rows(query_rows(), Tile::ROWS);
   }
 
+  PAGEDKV_DEVICE float* unscales() const { return reinterpret_cast<float*>(shared_ + Tile::UNSCALES_AT); }
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE int slot_at(int entry) const {
     return Tile::RING_AT + (entry % Tile::SLOTS * CTA_WARPS + warp_) * Tile::SLOT_BYTES;
@@ -209,8 +220,8 @@ class DecodeCta {
       for (int nt = 0; nt < NT; ++nt) {
         uint32_t b[4];
         ldmatrix_x4(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
-        mma_m16n8k16<Query>(score[nt], a[0], {b[0], b[1]});
-        mma_m16n8k16<Query>(NT == 1 ? odd[nt] : score[nt], a[1], {b[2], b[3]});
+        mma_m16n8k16<Element>(score[nt], a[0], {b[0], b[1]});
+        mma_m16n8k16<Element>(NT == 1 ? odd[nt] : score[nt], a[1], {b[2], b[3]});
       }
     }
     for (int nt = 0; NT == 1 && nt < NT; ++nt) {
@@ -225,13 +236,11 @@ class DecodeCta {
     const uint32_t has_block = has_block_ >> (Tile::SLOTS - 1) / 2 * 16 & 0xffffu;
     const bool sure =
         has_block == 0xffffu && warp_begin >= sure_.begin && warp_begin + WARP_TOKENS <= sure_.end;
-    if (sure && rule_.is_plain()) {
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        for (int e = 0; e < 4; ++e) score[nt][e] = rule_.plain(score[nt][e]);
-      }
-      return;
+    for (int nt = 0; nt < NT; ++nt) {
+      for (int e = 0; e < 4; ++e) score[nt][e] *= scale_[nt][e % 2];
     }
+    if (sure && rule_.is_plain()) return;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) {
@@ -248,8 +257,8 @@ class DecodeCta {
   PAGEDKV_DEVICE void multiply_values(int values_at, const float (&weight)[NT][4]) {
     uint32_t b[NT][2];
     for (int nt = 0; nt < NT; ++nt) {
-      b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));
-      b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][2], weight[nt][3]));
+      b[nt][0] = movmatrix_trans(pack2<Element>(weight[nt][0], weight[nt][1]));
+      b[nt][1] = movmatrix_trans(pack2<Element>(weight[nt][2], weight[nt][3]));
     }
     // Matrices 0 to 3: both halves of 16 dimensions by both halves of the keys, or the other way round.
     const int key_half = CACHE_BYTES == 2 ? lane_ / 16 : lane_ / 8 % 2;
@@ -274,7 +283,7 @@ class DecodeCta {
 
   PAGEDKV_DEVICE void multiply_value_step(int step, const uint32_t (&a)[4], const uint32_t (&b)[NT][2]) {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) mma_m16n8k16<Query>(state_.acc[step][nt], a, b[nt]);
+    for (int nt = 0; nt < NT; ++nt) mma_m16n8k16<Element>(state_.acc[step][nt], a, b[nt]);
   }
 
   PAGEDKV_DEVICE void write_state(const SharedStates& warps) {
@@ -306,9 +315,10 @@ class DecodeCta {
   const Chunk& chunk_;
   PageCursor pages_;
   ScoreRule rule_;
-  Widener<Query> widener_;
+  Widener widener_;
   int warp_, lane_;
-  KeyRange sure_;  // every row sees these keys
+  KeyRange sure_;       // every row sees these keys
+  float scale_[NT][2];  // of the products of rows 2q and 2q + 1
   int tree_begin_;  // from this key on a row may see one and not the one before
   int tiles_begin_, fold_end_, num_tiles_;
   uint32_t has_block_;  // which of the warp's 16 keys have one: of the tile that began last in the low half

@@ -30,8 +30,8 @@ struct PrefillTile {
 
   static constexpr int VALID_AT = WORK_BYTES;  // a byte for 8 keys of each of two tiles
   static constexpr int ROWS_AT = VALID_AT + 16;
-  static constexpr int QUERY_AT =
-      (ROWS_AT + PREFILL_ROWS * static_cast<int>(sizeof(QueryRow)) + 127) / 128 * 128;
+  static constexpr int UNSCALES_AT = ROWS_AT + PREFILL_ROWS * static_cast<int>(sizeof(QueryRow));
+  static constexpr int QUERY_AT = (UNSCALES_AT + PREFILL_ROWS * 4 + 127) / 128 * 128;
   static constexpr int QUERY_BYTES = PREFILL_ROWS * D * 2;
   // A query that registers hold passes through the memory of the buffers.
   static constexpr int BUFFERS_AT = QUERY_AT + (HOLDS_QUERY ? 0 : QUERY_BYTES);
@@ -44,9 +44,11 @@ struct PrefillTile {
 
 template <class Query, int CACHE_BYTES, int D>
 class PrefillCta {
+  using Element = Operand<Query, CACHE_BYTES>;
   using Tile = PrefillTile<CACHE_BYTES, D>;
   static constexpr int K_STEPS = D / 16;
   static constexpr int KEY_COLUMNS = Tile::KEYS / 8, VALUE_COLUMNS = D / 8;
+  static constexpr bool IS_CONVERTED = RowTile<Query, CACHE_BYTES, D>::IS_CONVERTED;
   static constexpr int COPIED_TOKENS = Tile::KEYS / CTA_WARPS;  // of a tile, by a warp
 
  public:
@@ -67,6 +69,11 @@ class PrefillCta {
     __syncthreads();
     find_warp_keys();
     tree_begin_ = query_rows()[0].mask.tree_begin;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale_[i] = rule_.log2_scale();
+      if constexpr (IS_CONVERTED) scale_[i] *= unscales()[warp_ * WARP_ROWS + lane_ / 4 + i * 8];
+    }
     if constexpr (Tile::HOLDS_QUERY) {
 #pragma unroll
       for (int step = 0; step < K_STEPS; ++step) load_query_step(step, query_[step]);
@@ -84,10 +91,11 @@ class PrefillCta {
  private:
   PAGEDKV_DEVICE void load_rows() const {
     const RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    rows.load_query(shared_ + Tile::QUERY_AT, PREFILL_ROWS);
+    rows.load_query(shared_ + Tile::QUERY_AT, unscales(), PREFILL_ROWS);
     rows.fill_rows(query_rows(), PREFILL_ROWS);
   }
 
+  PAGEDKV_DEVICE float* unscales() const { return reinterpret_cast<float*>(shared_ + Tile::UNSCALES_AT); }
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE uint8_t* valid(int tile) const {
     return shared_ + Tile::VALID_AT + tile % 2 * (Tile::KEYS / 8);
@@ -201,13 +209,13 @@ class PrefillCta {
         uint32_t loaded[4];
         ldmatrix_x4(loaded, shared_ + keys.at(CACHE_BYTES * step) + column * 8 * Tile::ROW_BYTES);
         if constexpr (CACHE_BYTES == 2) {
-          mma_m16n8k16<Query>(score[column], a, {loaded[0], loaded[1]});
-          mma_m16n8k16<Query>(score[column + 1], a, {loaded[2], loaded[3]});
+          mma_m16n8k16<Element>(score[column], a, {loaded[0], loaded[1]});
+          mma_m16n8k16<Element>(score[column + 1], a, {loaded[2], loaded[3]});
         } else {
           uint32_t low[4], high[4];
           widener_.template widen<IS_INT8, Pairing::neighbours>(loaded, low, high);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) mma_m16n8k16<Query>(score[column + i], a, {low[i], high[i]});
+          for (int i = 0; i < 4; ++i) mma_m16n8k16<Element>(score[column + i], a, {low[i], high[i]});
         }
       }
     }
@@ -223,13 +231,11 @@ class PrefillCta {
     }
     const bool sure =
         all_have_blocks == 0xffffffffu && begin >= sure_.begin && begin + Tile::KEYS <= sure_.end;
-    if (sure && rule_.is_plain()) {
 #pragma unroll
-      for (int column = 0; column < KEY_COLUMNS; ++column) {
-        for (int e = 0; e < 4; ++e) score[column][e] = rule_.plain(score[column][e]);
-      }
-      return;
+    for (int column = 0; column < KEY_COLUMNS; ++column) {
+      for (int e = 0; e < 4; ++e) score[column][e] *= scale_[e / 2];
     }
+    if (sure && rule_.is_plain()) return;
     const int row = warp_ * WARP_ROWS + lane_ / 4, pair = lane_ % 4 * 2;
 #pragma unroll
     for (int column = 0; column < KEY_COLUMNS; ++column) {
@@ -296,7 +302,7 @@ class PrefillCta {
       uint32_t a[4];
       for (int i = 0; i < 4; ++i) {
         const float (&part)[4] = weight[column + i / 2];
-        a[i] = pack2<Query>(part[i % 2 * 2], part[i % 2 * 2 + 1]);
+        a[i] = pack2<Element>(part[i % 2 * 2], part[i % 2 * 2 + 1]);
       }
 #pragma unroll
       for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
@@ -304,15 +310,15 @@ class PrefillCta {
         uint32_t loaded[4];
         ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step) + column * 8 * Tile::ROW_BYTES);
         if constexpr (CACHE_BYTES == 2) {
-          mma_m16n8k16<Query>(acc_[2 * step], a, {loaded[0], loaded[1]});
-          mma_m16n8k16<Query>(acc_[2 * step + 1], a, {loaded[2], loaded[3]});
+          mma_m16n8k16<Element>(acc_[2 * step], a, {loaded[0], loaded[1]});
+          mma_m16n8k16<Element>(acc_[2 * step + 1], a, {loaded[2], loaded[3]});
         } else {
           uint32_t low[4], high[4];  // columns of the even and of the odd ones of 16 dimensions, of two steps
           widener_.template widen<IS_INT8, Pairing::transposed>(loaded, low, high);
-          mma_m16n8k16<Query>(acc_[2 * step], a, {low[0], low[1]});
-          mma_m16n8k16<Query>(acc_[2 * step + 1], a, {high[0], high[1]});
-          mma_m16n8k16<Query>(acc_[2 * step + 2], a, {low[2], low[3]});
-          mma_m16n8k16<Query>(acc_[2 * step + 3], a, {high[2], high[3]});
+          mma_m16n8k16<Element>(acc_[2 * step], a, {low[0], low[1]});
+          mma_m16n8k16<Element>(acc_[2 * step + 1], a, {high[0], high[1]});
+          mma_m16n8k16<Element>(acc_[2 * step + 2], a, {low[2], low[3]});
+          mma_m16n8k16<Element>(acc_[2 * step + 3], a, {high[2], high[3]});
         }
       }
     }
@@ -350,10 +356,11 @@ class PrefillCta {
   const Chunk& chunk_;
   PageCursor pages_;
   ScoreRule rule_;
-  Widener<Query> widener_;
+  Widener widener_;
   int warp_, lane_;
   int tree_begin_;  // from this key on a row may see one and not the one before
   KeyRange warp_keys_, sure_;
+  float scale_[2];  // of the products of rows g and g + 8
   uint32_t query_[Tile::HOLDS_QUERY ? K_STEPS : 1][4];
   float acc_[VALUE_COLUMNS][4];
   float max_[2], sum_[2];

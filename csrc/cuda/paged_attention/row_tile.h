@@ -5,6 +5,7 @@
 
 #include "cuda/paged_attention/schedule.h"
 #include "cuda/paged_attention/state.h"
+#include "cuda/paged_attention/widen.h"
 #include "cuda/primitives.h"
 
 namespace pagedkv::cuda {
@@ -80,6 +81,9 @@ class RowTile {
   static constexpr int LANES_DIMS = 4 * WARP_THREADS;
 
  public:
+  // Whether queries are bfloat16 and the tensor cores' operands float16.
+  static constexpr bool IS_CONVERTED = !std::is_same_v<Operand<Query, CACHE_BYTES>, Query>;
+
   // A copy of the piece, which lies in shared memory: else it would be read anew after every store.
   PAGEDKV_DEVICE RowTile(const AttentionLaunch& launch, const Piece& piece)
       : launch_(launch), p_(launch.p), piece_(piece) {
@@ -104,27 +108,37 @@ class RowTile {
 
   // Query rows to swizzled shared memory, zero beyond head_dim and beyond the last row. Where K is widened
   // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
-  // so the query's are permuted alike.
-  PAGEDKV_DEVICE void load_query(unsigned char* shared, int tile_rows) const {
-    constexpr int BATCH = 4;  // rows that are on their way together
+  // so the query's are permuted alike. `unscales` gets what makes up for a row's scaled().
+  PAGEDKV_DEVICE void load_query(unsigned char* shared, float* unscales, int tile_rows) const {
+    constexpr int BATCH = 4;                                     // rows that are on their way together
+    constexpr int PARTS = D > LANES_DIMS ? D / LANES_DIMS : 1;  // of a row
 #pragma unroll 1
     for (int first = warp_; first < tile_rows; first += BATCH * CTA_WARPS) {
-#pragma unroll 1
-      for (int dim = lane_ * 4; dim < D; dim += LANES_DIMS) {
-        uint2 quads[BATCH] = {};
+      uint2 quads[BATCH][PARTS] = {};
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          const int row = first + i * CTA_WARPS;
-          if (row < piece_.num_rows && dim < p_.head_dim) {
-            const auto* query = static_cast<const Query*>(p_.query) + token_of(row) * p_.query_token_stride +
-                                head_of(row) * p_.query_head_stride;
-            quads[i] = load_quad(query + dim, launch_.query_rows_are_aligned);
-          }
+      for (int i = 0; i < BATCH; ++i) {
+        const int row = first + i * CTA_WARPS;
+        if (row >= piece_.num_rows) continue;
+        const auto* query = static_cast<const Query*>(p_.query) + token_of(row) * p_.query_token_stride +
+                            head_of(row) * p_.query_head_stride;
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          const int dim = part * LANES_DIMS + lane_ * 4;
+          if (dim < p_.head_dim) quads[i][part] = load_quad(query + dim, launch_.query_rows_are_aligned);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int row = first + i * CTA_WARPS;
+        if (row >= tile_rows) continue;
+        if constexpr (IS_CONVERTED) {
+          const float unscale = scale(quads[i]);
+          if (lane_ == 0) unscales[row] = unscale;
         }
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          const int row = first + i * CTA_WARPS;
-          if (row < tile_rows) store_query_quad(shared, row, dim, quads[i]);
+        for (int part = 0; part < PARTS; ++part) {
+          const int dim = part * LANES_DIMS + lane_ * 4;
+          if (dim < D) store_query_quad(shared, row, dim, quads[i][part]);
         }
       }
     }
@@ -145,6 +159,30 @@ class RowTile {
   }
 
  private:
+  // A row from bfloat16 to float16, which has fewer exponents: first it is multiplied by the power of two that
+  // brings its largest element near 2 ** 14. What is rounded then is 2 ** 28 times smaller than that. Returns
+  // the inverse of the power.
+  template <int PARTS>
+  PAGEDKV_DEVICE static float scale(uint2 (&quads)[PARTS]) {
+    uint32_t largest = 0;
+    for (const uint2& quad : quads) {
+      for (const uint32_t bits : {quad.x & 0x7fff, quad.x >> 16 & 0x7fff, quad.y & 0x7fff, quad.y >> 16 & 0x7fff}) {
+        if (bits < 0x7f80) largest = max_of(largest, bits);  // a finite one
+      }
+    }
+    for (int lanes = 1; lanes < WARP_THREADS; lanes *= 2) {
+      largest = max_of(largest, __shfl_xor_sync(FULL_WARP, largest, lanes));
+    }
+    const int exponent = min_of(14 + 127 - static_cast<int>(largest >> 7), 126);
+    const auto power_of_two = [](int e) { return to_float(bfloat16{static_cast<uint16_t>((e + 127) << 7)}); };
+    const float factor = power_of_two(exponent);
+    const auto half = [factor](uint32_t bits) { return to_float(bfloat16{static_cast<uint16_t>(bits)}) * factor; };
+    for (uint2& quad : quads) {
+      quad = {pack2<float16>(half(quad.x), half(quad.x >> 16)), pack2<float16>(half(quad.y), half(quad.y >> 16))};
+    }
+    return power_of_two(-exponent);
+  }
+
   PAGEDKV_DEVICE static void store_query_quad(unsigned char* shared, int row, int dim, uint2 quad) {
     if constexpr (CACHE_BYTES == 2) {
       store_vector(shared + swizzled<D * 2>(row, dim / 8) + dim % 8 * 2, quad);
