@@ -17,6 +17,19 @@ inline constexpr bool HAS_FLOAT8_CONVERSION = true;
 inline constexpr bool HAS_FLOAT8_CONVERSION = false;
 #endif
 
+// A kernel that is launched early calls wait_for_kernel_before() before it touches what that one wrote; the
+// other lets it start with let_kernel_behind_start() (PTX ISA, griddepcontrol). One that was not waits anyway.
+PAGEDKV_DEVICE void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+PAGEDKV_DEVICE void let_kernel_behind_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 #if defined(PAGEDKV_EMULATED)
 
 // 16 bytes from global to shared memory, behind the thread's back; with read = false the destination becomes

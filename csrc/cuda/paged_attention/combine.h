@@ -11,6 +11,7 @@ namespace pagedkv::cuda {
 // With 4 CTAs to an SM named, the compiler may take the registers for 8 states that are read at once.
 template <class Query>
 __global__ void __launch_bounds__(CTA_THREADS, 4) combine_kernel(const AttentionLaunch launch) {
+  wait_for_kernel_before();
   const PagedAttentionParams& p = launch.p;
   const int warp_idx = threadIdx.x / WARP_THREADS, lane_idx = threadIdx.x % WARP_THREADS;
   const int row_ctas = (launch.state_rows + CTA_WARPS - 1) / CTA_WARPS;

@@ -329,6 +329,7 @@ template <class Query, int CACHE_BYTES, int D, int NT>
 __global__ void __launch_bounds__(CTA_THREADS, DecodeTile<CACHE_BYTES, D, NT>::CTAS_PER_SM)
     decode_kernel(const AttentionLaunch launch) {
   PAGEDKV_SHARED(shared);
+  let_kernel_behind_start();
   fill_padding<Query>(launch.p);
   auto& work = *reinterpret_cast<Work*>(shared);
   bool is_first = true;

@@ -370,6 +370,7 @@ template <class Query, int CACHE_BYTES, int D>
 __global__ void __launch_bounds__(CTA_THREADS, 2)
     prefill_kernel(const AttentionLaunch launch) {
   PAGEDKV_SHARED(shared);
+  let_kernel_behind_start();
   fill_padding<Query>(launch.p);
   auto& work = *reinterpret_cast<Work*>(shared);
   bool is_first = true;
