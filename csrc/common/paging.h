@@ -33,9 +33,9 @@ PAGEDKV_HD float scale_of(const float* per_head, float value, int64_t kv_head_id
   return per_head != nullptr ? per_head[kv_head_idx] : value;
 }
 
-// The block that an entry of a sequence's table names, or -1 where the table is too short or names none inside
-// the pool. On the CPU the bindings have raised an error for such an entry already; on a device its tokens
-// count as not visible.
+// The block that an entry of a sequence's table names, or -1 where the table is too short or names none
+// inside the pool. On the CPU the bindings have raised an error for such an entry already; on a device its
+// tokens count as not visible.
 template <class Params>
 PAGEDKV_HD int block_of_entry(const Params& p, const int32_t* table, int entry) {
   if (entry >= p.max_blocks_per_seq) return -1;

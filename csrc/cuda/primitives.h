@@ -18,7 +18,8 @@ inline constexpr bool HAS_FLOAT8_CONVERSION = false;
 #endif
 
 // A kernel that is launched early calls wait_for_kernel_before() before it touches what that one wrote; the
-// other lets it start with let_kernel_behind_start() (PTX ISA, griddepcontrol). One that was not waits anyway.
+// other lets it start with let_kernel_behind_start() (PTX ISA, griddepcontrol). One that was not waits
+// anyway.
 PAGEDKV_DEVICE void wait_for_kernel_before() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -81,7 +82,8 @@ inline uint32_t fma_float16_pairs(uint32_t a, uint32_t b, uint32_t c) {
     const auto at = [&](uint32_t pair) {
       return double{to_float(float16{static_cast<uint16_t>(pair >> shift)})};
     };
-    return static_cast<uint32_t>(from_float<float16>(static_cast<float>(at(a) * at(b) + at(c))).bits) << shift;
+    return static_cast<uint32_t>(from_float<float16>(static_cast<float>(at(a) * at(b) + at(c))).bits)
+           << shift;
   };
   return half(0) | half(16);
 }

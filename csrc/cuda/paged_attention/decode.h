@@ -100,7 +100,8 @@ class DecodeCta {
       __syncthreads();
       begin += chunk_.fold_keys;
     } while (begin < chunk_.keys.end);
-    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece).store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
+    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece)
+        .store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
   }
 
  private:
@@ -319,7 +320,7 @@ class DecodeCta {
   int warp_, lane_;
   KeyRange sure_;       // every row sees these keys
   float scale_[NT][2];  // of the products of rows 2q and 2q + 1
-  int tree_begin_;  // from this key on a row may see one and not the one before
+  int tree_begin_;      // from this key on a row may see one and not the one before
   int tiles_begin_, fold_end_, num_tiles_;
   uint32_t has_block_;  // which of the warp's 16 keys have one: of the tile that began last in the low half
   WarpState<K_STEPS, NT> state_;

@@ -10,8 +10,8 @@
 namespace pagedkv::cuda {
 
 template <class Query>
-cudaError_t launch_with_combine(void (*kernel)(AttentionLaunch), int shared_bytes, const AttentionLaunch& args,
-                                cudaStream_t stream) {
+cudaError_t launch_with_combine(void (*kernel)(AttentionLaunch), int shared_bytes,
+                                const AttentionLaunch& args, cudaStream_t stream) {
   const int64_t num_kv_heads = args.p.num_kv_heads;
   const int64_t ctas_per_head = args.num_parts > 0 ? args.num_parts : args.num_row_tiles * args.num_splits;
   const dim3 grid(static_cast<unsigned>(ctas_per_head * num_kv_heads));

@@ -20,7 +20,8 @@ class PageCursor {
     const int block_size = static_cast<int>(p_.block_size), log2 = launch_.block_size_log2;
     const int entry = log2 >= 0 ? token >> log2 : token / block_size;  // a division is a long way
     next_token_in_block_ = token - entry * block_size;
-    next_block_ = is_wanted && token >= keys_.begin && token < keys_.end ? block_of_entry(p_, table_, entry) : -1;
+    next_block_ =
+        is_wanted && token >= keys_.begin && token < keys_.end ? block_of_entry(p_, table_, entry) : -1;
   }
 
   // Goes on to the token that was looked up. False where it has no block or no row can see it.

@@ -85,7 +85,8 @@ class PrefillCta {
     float* max = acc + PREFILL_ROWS * Tile::ACC_ROW_STRIDE;
     write_state(acc, max, max + PREFILL_ROWS);
     __syncthreads();
-    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece).store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + PREFILL_ROWS);
+    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece)
+        .store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + PREFILL_ROWS);
   }
 
  private:
@@ -172,9 +173,8 @@ class PrefillCta {
     }
     pages_.look_up(token_of(tile + 1), true);
     copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
-        launch_.cache_rows_are_aligned,
-        pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)), p_.head_dim,
-        shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);
+        launch_.cache_rows_are_aligned, pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)),
+        p_.head_dim, shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);
     copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
         launch_.cache_rows_are_aligned,
         pages_.template row<CACHE_BYTES>(p_.value_cache, value_cache_strides(p_)), p_.value_head_dim,
@@ -367,8 +367,7 @@ class PrefillCta {
 };
 
 template <class Query, int CACHE_BYTES, int D>
-__global__ void __launch_bounds__(CTA_THREADS, 2)
-    prefill_kernel(const AttentionLaunch launch) {
+__global__ void __launch_bounds__(CTA_THREADS, 2) prefill_kernel(const AttentionLaunch launch) {
   PAGEDKV_SHARED(shared);
   let_kernel_behind_start();
   fill_padding<Query>(launch.p);

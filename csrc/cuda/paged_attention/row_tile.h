@@ -10,8 +10,8 @@
 
 namespace pagedkv::cuda {
 
-// A head_dim below the kernel's ends the main loops' steps of 16 dimensions early, but only after so many: what
-// lies between is zero, and a branch keeps the compiler from moving loads ahead of products.
+// A head_dim below the kernel's ends the main loops' steps of 16 dimensions early, but only after so many:
+// what lies between is zero, and a branch keeps the compiler from moving loads ahead of products.
 inline constexpr int BRANCH_STEPS = 4;
 
 // What a row's scores depend on; a row past the last sees nothing.
@@ -110,7 +110,7 @@ class RowTile {
   // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
   // so the query's are permuted alike. `unscales` gets what makes up for a row's scaled().
   PAGEDKV_DEVICE void load_query(unsigned char* shared, float* unscales, int tile_rows) const {
-    constexpr int BATCH = 4;                                     // rows that are on their way together
+    constexpr int BATCH = 4;                                    // rows that are on their way together
     constexpr int PARTS = D > LANES_DIMS ? D / LANES_DIMS : 1;  // of a row
 #pragma unroll 1
     for (int first = warp_; first < tile_rows; first += BATCH * CTA_WARPS) {
@@ -159,14 +159,15 @@ class RowTile {
   }
 
  private:
-  // A row from bfloat16 to float16, which has fewer exponents: first it is multiplied by the power of two that
-  // brings its largest element near 2 ** 14. What is rounded then is 2 ** 28 times smaller than that. Returns
-  // the inverse of the power.
+  // A row from bfloat16 to float16, which has fewer exponents: first it is multiplied by the power of two
+  // that brings its largest element near 2 ** 14. What is rounded then is 2 ** 28 times smaller than that.
+  // Returns the inverse of the power.
   template <int PARTS>
   PAGEDKV_DEVICE static float scale(uint2 (&quads)[PARTS]) {
     uint32_t largest = 0;
     for (const uint2& quad : quads) {
-      for (const uint32_t bits : {quad.x & 0x7fff, quad.x >> 16 & 0x7fff, quad.y & 0x7fff, quad.y >> 16 & 0x7fff}) {
+      for (const uint32_t bits :
+           {quad.x & 0x7fff, quad.x >> 16 & 0x7fff, quad.y & 0x7fff, quad.y >> 16 & 0x7fff}) {
         if (bits < 0x7f80) largest = max_of(largest, bits);  // a finite one
       }
     }
@@ -176,9 +177,12 @@ class RowTile {
     const int exponent = min_of(14 + 127 - static_cast<int>(largest >> 7), 126);
     const auto power_of_two = [](int e) { return to_float(bfloat16{static_cast<uint16_t>((e + 127) << 7)}); };
     const float factor = power_of_two(exponent);
-    const auto half = [factor](uint32_t bits) { return to_float(bfloat16{static_cast<uint16_t>(bits)}) * factor; };
+    const auto half = [factor](uint32_t bits) {
+      return to_float(bfloat16{static_cast<uint16_t>(bits)}) * factor;
+    };
     for (uint2& quad : quads) {
-      quad = {pack2<float16>(half(quad.x), half(quad.x >> 16)), pack2<float16>(half(quad.y), half(quad.y >> 16))};
+      quad = {pack2<float16>(half(quad.x), half(quad.x >> 16)),
+              pack2<float16>(half(quad.y), half(quad.y >> 16))};
     }
     return power_of_two(-exponent);
   }
@@ -199,7 +203,8 @@ class RowTile {
     return piece_.kv_head_idx * launch_.group + (piece_.row_begin + row) % launch_.group;
   }
 
-  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max, const float* sum) const {
+  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max,
+                                    const float* sum) const {
     // The place of a row's `max` is taken by what its values are multiplied with.
 #pragma unroll 1
     for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {

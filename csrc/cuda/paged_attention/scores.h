@@ -17,7 +17,8 @@ class ScoreRule {
   // Whether there is neither softcap nor ALiBi.
   PAGEDKV_DEVICE bool is_plain() const { return p_.softcap == 0.0f && p_.alibi_slopes == nullptr; }
 
-  // From a score of the plain rule, a scaled product, to one of this; -inf where the row does not see the key.
+  // From a score of the plain rule, a scaled product, to one of this; -inf where the row does not see the
+  // key.
   PAGEDKV_DEVICE float operator()(float score, const QueryRow& row, int key, bool is_visible) const {
     if (!is_plain()) {
       score *= LN_2;

@@ -37,7 +37,8 @@ class Widener {
   }
 
  private:
-  // 0x6400 is 1024 with units of 1: with x + 128 in its lower half it is 1152 + x, and 1152 is taken off again.
+  // 0x6400 is 1024 with units of 1: with x + 128 in its lower half it is 1152 + x, and 1152 is taken off
+  // again.
   template <Pairing PAIRING>
   PAGEDKV_DEVICE static void widen_int8(uint32_t four, uint32_t& low, uint32_t& high) {
     constexpr uint32_t LOW = PAIRING == Pairing::neighbours ? 0x5140 : 0x5240;
@@ -70,7 +71,8 @@ class Widener {
   // Exponent and mantissa move to those of float16, and a multiplication by 2 ** 8 corrects the exponent's
   // bias, of subnormals too. That makes a number of the largest code, which is NaN.
   template <Pairing PAIRING>
-  PAGEDKV_DEVICE static void widen_e4m3(const uint32_t (&packed)[4], uint32_t (&low)[4], uint32_t (&high)[4]) {
+  PAGEDKV_DEVICE static void widen_e4m3(const uint32_t (&packed)[4], uint32_t (&low)[4],
+                                        uint32_t (&high)[4]) {
     uint32_t any_nan = 0;
     for (int i = 0; i < 4; ++i) {
       to_upper_halves<PAIRING>(packed[i], low[i], high[i]);
