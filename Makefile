@@ -85,10 +85,10 @@ emulated: $(INSTALLED) emulator-test
 	PAGEDKV_EMULATOR_LAUNCHES=$(abspath $(LAUNCHES)) $(BIN)/python -m pytest -n $(JOBS) -k emulated $(PYTEST_ARGS)
 	$(if $(PYTEST_ARGS),,PYTHONPATH=tests $(BIN)/python -m emulation.launched $(LAUNCHES))
 
-# What nvcc makes of the kernels on every architecture; needs nvcc. BUDGETS_ARGS=--update writes new limits.
-budgets: $(VENV)/torch emulator-build
+# What nvcc has made of the kernels, on every architecture that the CUDA build is for. BUDGETS_ARGS=--update writes limits.
+budgets: $(INSTALLED) emulator-build
 	$(PIP) install --group budgets
-	PYTHONPATH=tests $(BIN)/python -m emulation.budgets --jobs $(JOBS) $(BUDGETS_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m emulation.budgets $(BUDGETS_ARGS)
 
 # The same tests on the PTX that nvcc makes of the kernels
 emulated-ptx: $(INSTALLED)

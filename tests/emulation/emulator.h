@@ -83,7 +83,7 @@ cudaError_t run_grid(const LaunchShape& shape, const Callable& body, const void*
 
 // A kernel in another form: the function that runs in its place, of the kernel's parameters as bytes.
 struct Replacement {
-  const char* name;
+  const char* name;  // mangled
   void (*body)(const unsigned char* params);
   unsigned max_threads;  // that a CTA may have; 0: as many as CUDA allows
   int architecture;      // that it was compiled for, 80 and up
@@ -94,8 +94,7 @@ struct Replacement {
 // error.
 void replace_kernel(const void* kernel, const Replacement& replacement);
 
-// Runs `kernel`, or what replaces it, on a grid. Where PAGEDKV_EMULATOR_EXECUTED names a folder, it gets an
-// empty file for each replacement that ran.
+// Runs what replaces `kernel` on a grid.
 cudaError_t run_replaced(const LaunchShape& shape, const void* kernel, const void* params);
 bool has_replacements();
 

@@ -26,4 +26,17 @@ void record_launch(const void* kernel, const LaunchShape& shape) {
   std::fclose(file);  // one write for the line, so that lines of several processes do not mix
 }
 
+void record_replacement(const Replacement& replacement) {
+  const char* file_name = std::getenv("PAGEDKV_EMULATOR_LAUNCHES");
+  if (file_name == nullptr) return;
+  static std::mutex mutex;
+  static std::set<const void*> recorded;
+  const std::lock_guard lock(mutex);
+  if (!recorded.insert(reinterpret_cast<const void*>(replacement.body)).second) return;
+  std::FILE* file = std::fopen(file_name, "a");
+  if (file == nullptr) return;
+  std::fprintf(file, "ptx_%d %s\n", replacement.architecture, replacement.name);
+  std::fclose(file);
+}
+
 }  // namespace pagedkv::emulator

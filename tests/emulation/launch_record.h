@@ -11,4 +11,9 @@ namespace pagedkv::emulator {
 //   source <executable or library> <offset of the kernel in it, hexadecimal> <threads> <shared bytes>
 void record_launch(const void* kernel, const LaunchShape& shape);
 
+// The same of a kernel that runs in another form:
+//
+//   ptx_<architecture> <mangled name>
+void record_replacement(const Replacement& replacement);
+
 }  // namespace pagedkv::emulator

@@ -1,14 +1,12 @@
 // Kernels that run in another form than the one this library was compiled from.
 #include <cstdlib>
-#include <fstream>
 #include <iterator>
 #include <map>
-#include <mutex>
-#include <set>
 #include <string>
 #include <unordered_map>
 
 #include "emulator.h"
+#include "launch_record.h"
 
 namespace pagedkv::emulator {
 namespace {
@@ -24,16 +22,6 @@ std::unordered_map<const void*, Versions>& replacements() {
 int chosen_architecture() {
   const char* value = std::getenv("PAGEDKV_EMULATOR_ARCHITECTURE");
   return value == nullptr ? 80 : std::atoi(value);
-}
-
-void record_execution(const char* name) {
-  static std::mutex mutex;
-  static std::set<std::string> recorded;
-  const char* folder = std::getenv("PAGEDKV_EMULATOR_EXECUTED");
-  if (folder == nullptr) return;
-  const std::string path = std::string(folder) + "/" + name;
-  const std::lock_guard lock(mutex);
-  if (recorded.insert(path).second) std::ofstream(path).flush();
 }
 
 }  // namespace
@@ -61,7 +49,7 @@ cudaError_t run_replaced(const LaunchShape& shape, const void* kernel, const voi
   }
   const auto* bytes = static_cast<const unsigned char*>(params);
   const cudaError_t error = run_grid(shape, [&] { replacement.body(bytes); });
-  if (error == cudaSuccess) record_execution(replacement.name);
+  if (error == cudaSuccess) record_replacement(replacement);
   return error;
 }
 

@@ -108,6 +108,16 @@ TEST(kernel_attention_options) {
   }
 }
 
+// The first rows of a tile see whole groups of keys that the window hides from its last rows: 16 keys of a
+// warp of decode, 64 of a tile of prefill.
+TEST(kernel_attention_window_between_rows) {
+  AttentionShape shape{BF16, BF16, 64, 1, 1, 16, {20}, {100}};
+  shape.window = 50;
+  check_paged_attention(shape);
+  shape.query_lens = {40}, shape.context_lens = {200}, shape.window = 100;
+  check_paged_attention(shape);
+}
+
 // A needed block outside the pool is not visible.
 TEST(kernel_attention_hole) {
   for (const DType dtype : {BF16, FP32}) {

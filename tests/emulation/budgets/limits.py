@@ -13,7 +13,7 @@ KINDS = ("HMMA", "LDSM", "LDGSTS.128")
 
 HEADER = """\
 # Limits of the hot kernels, which `make budgets` compares with what nvcc makes of them (13.0 wrote these;
-# `python -m emulation.budgets --update` writes them anew).
+# `make budgets BUDGETS_ARGS=--update` writes them anew).
 #
 # registers      a thread's, at most, on every architecture
 # shared_bytes   dynamic shared memory of a CTA, at most (without what split_size may add)
@@ -67,10 +67,9 @@ def check(limits: dict[str, dict[str, Any]], figures: dict[str, dict[str, Figure
             for what in ("registers", "shared_bytes"):
                 if getattr(figure, what) > limit[what]:
                     problems.append(f"{where}: {what} {getattr(figure, what)}, limit {limit[what]}")
-            if figure.ctas_per_sm < limit["ctas_per_sm"][arch]:
-                problems.append(
-                    f"{where}: {figure.ctas_per_sm} CTAs per SM, at least {limit['ctas_per_sm'][arch]}"
-                )
+            fewest = limit["ctas_per_sm"].get(arch, 1)
+            if figure.ctas_per_sm < fewest:
+                problems.append(f"{where}: {figure.ctas_per_sm} CTAs per SM, at least {fewest}")
             for kind, most in limit["main_loop"].items():
                 if not 0 < figure.main_loop[kind] <= most:
                     problems.append(f"{where}: {figure.main_loop[kind]} {kind} in the main loop, 1 to {most}")

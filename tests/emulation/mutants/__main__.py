@@ -132,7 +132,7 @@ def main() -> int:
     if not mutants:
         parser.error(f"no planted fault has {arguments.part!r} in its name")
     failures = []
-    print(f"{'planted fault':<62} {'build':<5} {'test':<40} where")
+    print(f"{'planted fault':<67} {'build':<5} {'test':<40} where")
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         futures = [pool.submit(catch, idx, mutant) for idx, mutant in enumerate(mutants)]
         for mutant, future in zip(mutants, futures, strict=True):
@@ -141,7 +141,7 @@ def main() -> int:
             except MutantError as error:
                 place = "NOT CAUGHT"
                 failures.append(f"{mutant.name}: {error}")
-            print(f"{mutant.name:<62} {mutant.build:<5} {mutant.test:<40} {place}", flush=True)
+            print(f"{mutant.name:<67} {mutant.build:<5} {mutant.test:<40} {place}", flush=True)
     print(f"{len(mutants) - len(failures)} of {len(mutants)} planted faults were caught")
     for failure in failures:
         print(f"\n{failure}", file=sys.stderr)

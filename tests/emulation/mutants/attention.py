@@ -292,6 +292,17 @@ FRAGMENTS = [
 
 MASKS_AND_INDICES = [
     decode(
+        "keys that the first row sees count as seen by all",
+        "return {last.mask.begin, min_of(",
+        "return {first.mask.begin, min_of(",
+        test="attention_window_between_rows",
+    ),
+    decode(
+        "keys that the last row sees count as seen by all",
+        "min_of(first.mask.end, min_of(first.mask.causal_end, first.mask.tree_begin))",
+        "min_of(last.mask.end, min_of(last.mask.causal_end, first.mask.tree_begin))",
+    ),
+    decode(
         "hidden keys are scored",
         "return is_visible ? score : NEGATIVE_INFINITY;",
         "return score;",

@@ -52,12 +52,12 @@ class Entry:
     num_bytes: int  # and its size in PTX
     architecture: int
     max_threads: int
-    function: str  # its translation
+    symbol: str  # its mangled name
 
     @property
-    def name(self) -> str:
-        """What reports and the folder of executed kernels call it."""
-        return f"sm_{self.architecture} {self.kernel}"
+    def function(self) -> str:
+        """The name of its translation."""
+        return f"ptx_{self.architecture}_{self.symbol}"
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def write_if_different(path: Path, text: str) -> Path:
 def digest(kernel: Path) -> str:
     """Of all that the PTX of a kernel file and its translation are made from."""
     digest = hashlib.sha256(nvcc_version())
-    translator_files = [path for path in HERE.glob("*.py") if path.name != "run.py"]
+    translator_files = [path for path in HERE.glob("*.py") if path.name not in ("run.py", "traffic.py")]
     for path in sorted([*included_files(kernel), *translator_files, emulated.ROOT / "setup.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -187,13 +187,11 @@ def generate(kernel: Path, architecture: int, directory: Path) -> list[Entry]:
         name, _, params = signature.removesuffix(")").partition("(")
         if len(function.parameters) != 1:
             raise parser.PtxError(f"{function.location}: {name}: a kernel takes one parameter")
-        cpp_name = f"ptx_{architecture}_{function.name}"
-        text = translator.translate(module, {cpp_name: function}, ptx.name)
+        num_bytes, max_threads = function.parameters[0].num_bytes, function.max_threads
+        entry = Entry(stem(kernel), name, params, num_bytes, architecture, max_threads, function.name)
+        text = translator.translate(module, {entry.function: function}, ptx.name)
         write_if_different(directory / f"{stem(kernel)}.{architecture}.{i}.cpp", text)
-        num_bytes = function.parameters[0].num_bytes
-        entries.append(
-            Entry(stem(kernel), name, params, num_bytes, architecture, function.max_threads, cpp_name)
-        )
+        entries.append(entry)
     written = {"digest": digest(kernel), "entries": [asdict(entry) for entry in entries]}
     stamp(kernel, architecture, directory).write_text(json.dumps(written))
     return entries
@@ -216,7 +214,7 @@ def registration(kernel: Path, entries: list[Entry]) -> str:
         lines += [
             f"  void (*const kernel_{len(lines)})({entry.params}) = {entry.kernel};",
             f"  pagedkv::emulator::replace_kernel(reinterpret_cast<const void*>(kernel_{len(lines)}), "
-            f'{{"{entry.name}", pagedkv::emulator::ptx::{entry.function}, {entry.max_threads}u, '
+            f'{{"{entry.symbol}", pagedkv::emulator::ptx::{entry.function}, {entry.max_threads}u, '
             f"{entry.architecture}}});",
         ]
     return "\n".join([*lines, "  return true;", "}();", ""])
@@ -250,11 +248,7 @@ def generate_all(directory: Path) -> tuple[list[Entry], list[Path]]:
         sources.append(write_if_different(directory / f"{stem(kernel)}.kernels.cpp", text))
     for (kernel, architecture), entries in of_file.items():
         sources += [directory / f"{stem(kernel)}.{architecture}.{i}.cpp" for i in range(len(entries))]
-    all_entries = [entry for entries in of_file.values() for entry in entries]
-    names = [entry.name for entry in all_entries]
-    if len(set(names)) != len(names):
-        raise RuntimeError("two kernels have the same name: " + ", ".join(sorted(names)))
-    return all_entries, sources
+    return [entry for entries in of_file.values() for entry in entries], sources
 
 
 @functools.cache
@@ -270,5 +264,5 @@ def load() -> list[Entry]:
         return []
     with emulated.exclusive(directory):
         entries, kernel_sources = generate_all(directory)
-        emulated.load_library([*kernel_sources, HERE / "machine.cpp"], directory, FLAGS)
+        emulated.load_library([*kernel_sources, *sorted(HERE.glob("*.cpp"))], directory, FLAGS)
     return entries

@@ -59,34 +59,41 @@ PAGEDKV_PTX uint64_t generic_to_shared(uint64_t address) {
 void check_address(uint64_t address, size_t num_bytes, const Place& place);
 
 template <Space SPACE>
-PAGEDKV_PTX unsigned char* checked_pointer(uint64_t address, size_t num_bytes, const Place& place) {
+PAGEDKV_PTX unsigned char* checked_pointer(uint64_t address, size_t num_bytes, AccessKind kind,
+                                           const Place& place) {
+  unsigned char* pointer = reinterpret_cast<unsigned char*>(address);
   if constexpr (SPACE == Space::shared) {
-    unsigned char* pointer = shared_pointer(address);
+    pointer = shared_pointer(address);
     check_shared_access("an access of PTX", pointer, num_bytes, place);
-    return pointer;
-  } else {
+  } else if constexpr (SPACE != Space::param) {
     // Parameters are aligned as the struct that they come from, which need not be so to a vector's size.
-    if constexpr (SPACE != Space::param) check_address(address, num_bytes, place);
-    return reinterpret_cast<unsigned char*>(address);
+    check_address(address, num_bytes, place);
   }
+  if constexpr (SPACE == Space::shared || SPACE == Space::global || SPACE == Space::generic) {
+    if (current_thread->trace != nullptr) trace_access(kind, pointer, num_bytes, place);
+  }
+  return pointer;
 }
 
 template <Space SPACE, class T, int N = 1>
 PAGEDKV_PTX std::array<T, N> load(uint64_t address, Place place = Place::current()) {
   std::array<T, N> values;
-  std::memcpy(values.data(), checked_pointer<SPACE>(address, sizeof(values), place), sizeof(values));
+  std::memcpy(values.data(), checked_pointer<SPACE>(address, sizeof(values), AccessKind::read, place),
+              sizeof(values));
   return values;
 }
 
 template <Space SPACE, class T, int N>
 PAGEDKV_PTX void store(uint64_t address, const std::array<T, N>& values, Place place = Place::current()) {
-  std::memcpy(checked_pointer<SPACE>(address, sizeof(values), place), values.data(), sizeof(values));
+  std::memcpy(checked_pointer<SPACE>(address, sizeof(values), AccessKind::write, place), values.data(),
+              sizeof(values));
 }
 
 // atom and red: *address = update(*address), and what was there before.
 template <Space SPACE, class T, class Update>
 T atomic(uint64_t address, Update update, Place place = Place::current()) {
-  return atomic_update(reinterpret_cast<T*>(checked_pointer<SPACE>(address, sizeof(T), place)), update);
+  return atomic_update(
+      reinterpret_cast<T*>(checked_pointer<SPACE>(address, sizeof(T), AccessKind::write, place)), update);
 }
 
 // ---- Integers

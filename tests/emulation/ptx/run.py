@@ -28,12 +28,12 @@ def test_files(entries: list[build.Entry]) -> list[Path]:
     return sorted(path for name in chosen for path in TESTS.glob(f"test_{name}*.py"))
 
 
-def run_tests(architecture: int, files: list[Path], executed: Path, arguments: list[str]) -> int:
-    """Pytest on the PTX route, which leaves a file for each kernel that ran."""
+def run_tests(architecture: int, files: list[Path], record: Path, arguments: list[str]) -> int:
+    """Pytest on the PTX route, which appends a line to `record` for each kernel that ran."""
     environment = os.environ | {
         "PAGEDKV_EMULATOR_ROUTE": "ptx",
         "PAGEDKV_EMULATOR_ARCHITECTURE": str(architecture),
-        "PAGEDKV_EMULATOR_EXECUTED": str(executed),
+        "PAGEDKV_EMULATOR_LAUNCHES": str(record),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-k", "emulated", *map(str, files), *arguments]
     return subprocess.run(command, env=environment, cwd=TESTS.parent, check=False).returncode
@@ -53,17 +53,17 @@ def main(arguments: list[str]) -> int:
         flush=True,
     )
     status = 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.NamedTemporaryFile(suffix=".launches") as record:
         for architecture in sorted({entry.architecture for entry in entries}):
             files = test_files([entry for entry in entries if entry.architecture == architecture])
-            status = run_tests(architecture, files, Path(folder), arguments) or status
-        executed = {path.name for path in Path(folder).iterdir()}
+            status = run_tests(architecture, files, Path(record.name), arguments) or status
+        executed = set(Path(record.name).read_text().splitlines())
+    missing = [entry for entry in entries if f"ptx_{entry.architecture} {entry.symbol}" not in executed]
     for architecture in sorted({entry.architecture for entry in entries}):
-        names = {entry.name for entry in entries if entry.architecture == architecture}
-        print(f"compute_{architecture}: {len(names)} kernels in nvcc's PTX, {len(names & executed)} executed")
-    missing = sorted({entry.name for entry in entries} - executed)
-    for name in missing:
-        print(f"not executed: {name}")
+        total, not_run = (sum(e.architecture == architecture for e in some) for some in (entries, missing))
+        print(f"compute_{architecture}: {total} kernels in nvcc's PTX, {total - not_run} executed")
+    for entry in missing:
+        print(f"not executed: {entry.kernel} of compute_{entry.architecture}")
     print(f"{time.monotonic() - start:.0f} s in all")
     return status or (1 if missing else 0)
 

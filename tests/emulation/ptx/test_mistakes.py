@@ -94,7 +94,7 @@ def test_mistake_in_assembly_is_caught_emulated(name: str, tmp_path: Path) -> No
     entry = next(entry for entry in build.load() if entry.kernel.startswith(KERNEL))
     library = link_with(compile_with(mistake, replacement, entry, tmp_path), entry)
     environment = os.environ | {"PAGEDKV_EMULATOR_LIBRARY": str(library)}
-    environment.pop("PAGEDKV_EMULATOR_EXECUTED", None)
+    environment.pop("PAGEDKV_EMULATOR_LAUNCHES", None)
     test = f"tests/test_paged_attention.py::{test}"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test]
     result = subprocess.run(
