@@ -101,7 +101,8 @@ def stages(out: Path) -> list[Stage]:
 
 def environment(is_dry: bool) -> dict[str, str]:
     """Of every stage: this tree's pagedkv, built for this card."""
-    found = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"])
+    found = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     if not is_dry:
         major, minor = torch.cuda.get_device_capability()
         found |= {"PAGEDKV_CUDA": "1", "TORCH_CUDA_ARCH_LIST": f"{major}.{minor}"}
@@ -140,6 +141,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="where logs and results go")
     parser.add_argument("--stages", nargs="*", help="these alone")
+    parser.add_argument("--commit", help="of this tree, where it is a copy without a repository")
     parser.add_argument("--dry-run", action="store_true", help="rehearse on the CPU")
     arguments = parser.parse_args()
     if not arguments.dry_run and not torch.cuda.is_available():
@@ -147,6 +149,8 @@ def main() -> int:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     variables = environment(arguments.dry_run)
+    if arguments.commit:
+        variables["PAGEDKV_COMMIT"] = arguments.commit
     begin = time.monotonic()
     report = [f"{machine()}; `{' '.join(['python', 'benchmarks/bench_gpu.py', *sys.argv[1:]])}`", ""]
     summary, num_failed = [], 0
