@@ -38,6 +38,9 @@ NVCC_FLAGS = [
     "-lineinfo",
     "-Xfatbin=-compress-all",  # line tables too: a quarter of the size
 ]
+# Torch's libstdc++, also where the compiler would put a copy of its own into the library: exceptions and
+# strings go to and fro between the two. Named by its file, as not every machine has one to link with.
+SHARED_LIBSTDCXX = ["-l:libstdc++.so.6"]
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,10 @@ def extensions(cpp_extension: Any, cuda: CudaChoice) -> list[Any]:
     )
     core.libraries = []  # of torch it uses the pybind11 headers alone
     core.library_dirs = []
+    core.extra_link_args = SHARED_LIBSTDCXX
     operator_sources = sources("csrc/bindings/*.cpp", "csrc/cpu/**/*.cpp")
     operator_args = {"cxx": [*cxx_flags, "-fopenmp"]}
-    common["extra_link_args"] = ["-fopenmp"]
+    common["extra_link_args"] = ["-fopenmp", *SHARED_LIBSTDCXX]
     if not cuda.enabled:
         return [
             core,

@@ -34,7 +34,12 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def commit() -> str:
-    """The commit that is checked out, `-dirty` where files differ from it; empty where git cannot tell."""
+    """The commit that is checked out, `-dirty` where files differ from it; empty where git cannot tell.
+
+    PAGEDKV_COMMIT names that of a copy without a repository.
+    """
+    if named := os.environ.get("PAGEDKV_COMMIT"):
+        return named
     root = Path(__file__).resolve().parent.parent
     command = ["git", "-C", root, "describe", "--always", "--dirty"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

@@ -48,6 +48,7 @@ class CacheMachine(RuleBasedStateMachine):
     """Every rule does one thing to the cache and to the oracle; the invariant compares them."""
 
     num_steps = 0
+    device = "cpu"
 
     @initialize(
         num_blocks=st.sampled_from([40, 24, 16, 8, 4]),
@@ -90,6 +91,7 @@ class CacheMachine(RuleBasedStateMachine):
                 max_used_blocks=self.max_used,
                 max_tokens_per_seq=max_tokens_per_seq,
                 sliding_window=sliding_window,
+                device=self.device,
             )
         for tensor in [*self.cache._key_tensors, *self.cache._value_tensors]:
             tensor.fill_(float("nan"))
@@ -111,6 +113,8 @@ class CacheMachine(RuleBasedStateMachine):
     def read(self, twin: Twin) -> list[dict[int, int]]:
         """The stamps that the sequence's slots hold, by group and position; all layers of a group agree."""
         found: list[dict[int, int]] = [{} for _ in self.groups.windows]
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # what came back from the host is there for the next batch, not at once
         num_computed = twin.real.num_computed_tokens
         tables = twin.real.block_tables
         for layer in range(self.cache.num_layers):
@@ -119,9 +123,9 @@ class CacheMachine(RuleBasedStateMachine):
             keys, values = pagedkv.gather_kv(
                 self.cache.key_caches[layer],
                 self.cache.value_caches[layer],
-                torch.tensor([tables[group]], dtype=torch.int32).reshape(1, -1),
-                torch.tensor([num_computed], dtype=torch.int32),
-                kv_starts=torch.tensor([start], dtype=torch.int32),
+                torch.tensor([tables[group]], dtype=torch.int32, device=self.device).reshape(1, -1),
+                torch.tensor([num_computed], dtype=torch.int32, device=self.device),
+                kv_starts=torch.tensor([start], dtype=torch.int32, device=self.device),
             )
             stamps = (keys.flatten() - layer / 4).tolist()
             assert (-values.flatten() - layer / 4).tolist() == stamps

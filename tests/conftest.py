@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is loaded: OpenMP's threads wait asleep instead of spinning. Tests make thousands of tiny
@@ -48,8 +49,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("backend", names, indirect=True)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of offsets beyond 32 bits take tens of GB on a card: one at a time, with --dist loadgroup."""
+    for item in items:
+        if "offset" in item.name and "[cuda" in item.name:
+            item.add_marker(pytest.mark.xdist_group("huge caches"))
+
+
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     """One way to run the operators; ``pagedkv.ops`` uses it for the length of the test."""
     import pagedkv.ops
 
@@ -59,4 +67,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
         build.load()
         monkeypatch.setattr(pagedkv.ops, "_library", torch.ops.pagedkv_emulated)
-    return Backend(name, torch.device("cuda" if name == "cuda" else "cpu"), pagedkv.ops)
+    yield Backend(name, torch.device("cuda" if name == "cuda" else "cpu"), pagedkv.ops)
+    if name == "cuda":
+        torch.cuda.empty_cache()  # other processes test on the same card

@@ -247,6 +247,11 @@ class TestLibraries:
         output = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
         return set(re.findall(r"\(NEEDED\).*\[(.*)\]", output))
 
+    @pytest.mark.parametrize("library", LIBRARIES, ids=lambda path: path.name)
+    def test_libstdcxx_is_shared_with_torch(self, library: Path) -> None:
+        """With a copy of its own in the library, errors lose their text or end the process."""
+        assert "libstdc++.so.6" in self.needed(library)
+
     def test_core_needs_no_torch(self) -> None:
         assert [name for name in self.needed(LIBRARIES[0]) if "torch" in name or "c10" in name] == []
 

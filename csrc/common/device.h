@@ -93,10 +93,11 @@ void store_vector(void* destination, Vector value, emulator::Place place = emula
 
 // Starts `kernel`, a __global__ function of one parameter struct, on `grid` CTAs of `cta` threads with
 // `shared_bytes` of dynamic shared memory, and returns the error of the launch itself. A grid without CTAs is
-// an error, as it is in CUDA.
+// an error, as it is in CUDA. With `early`, which compute capability 9.0 knows, it may start before the
+// kernel in front of it has ended, whose results it must wait for (primitives.h, wait_for_kernel_before).
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream,
-                   const std::type_identity_t<Params>& params) {
+                   const std::type_identity_t<Params>& params, bool early = false) {
   static_assert(std::is_trivially_copyable_v<Params>, "kernel parameters are copied bytewise to the device");
   static_assert(sizeof(Params) <= 4096,
                 "the limit of every architecture and CUDA version for kernel parameters");
@@ -108,9 +109,19 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cta, size_t shared_by
       return cudaGetLastError();
     }
   }
-  kernel<<<grid, cta, shared_bytes, stream>>>(params);
-  return cudaGetLastError();
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = cta;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
 #else
+  static_cast<void>(early);
   static_cast<void>(stream);  // the host runs a launch to its end before it returns
   return emulator::run_kernel({grid, cta, shared_bytes}, kernel, params);
 #endif

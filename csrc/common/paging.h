@@ -33,14 +33,21 @@ PAGEDKV_HD float scale_of(const float* per_head, float value, int64_t kv_head_id
   return per_head != nullptr ? per_head[kv_head_idx] : value;
 }
 
-// The block that holds a logical token, or -1 where the table is too short or names none inside the pool. On
-// the CPU the bindings have raised an error for such a token already; on a device it counts as not visible.
+// The block that an entry of a sequence's table names, or -1 where the table is too short or names none
+// inside the pool. On the CPU the bindings have raised an error for such an entry already; on a device its
+// tokens count as not visible.
+template <class Params>
+PAGEDKV_HD int block_of_entry(const Params& p, const int32_t* table, int entry) {
+  if (entry >= p.max_blocks_per_seq) return -1;
+  const int block = table[entry];
+  return block >= 0 && block < p.num_blocks ? block : -1;
+}
+
+// The block that holds a logical token, or -1.
 template <class Params>
 PAGEDKV_HD int64_t block_of_token(const Params& p, int64_t seq_idx, int32_t token) {
-  const int32_t entry = token / static_cast<int32_t>(p.block_size);
-  if (entry >= p.max_blocks_per_seq) return -1;
-  const int64_t block = p.block_tables[seq_idx * p.block_tables_seq_stride + entry];
-  return block >= 0 && block < p.num_blocks ? block : -1;
+  return block_of_entry(p, p.block_tables + seq_idx * p.block_tables_seq_stride,
+                        token / static_cast<int32_t>(p.block_size));
 }
 
 template <class T>

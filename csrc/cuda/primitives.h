@@ -17,6 +17,20 @@ inline constexpr bool HAS_FLOAT8_CONVERSION = true;
 inline constexpr bool HAS_FLOAT8_CONVERSION = false;
 #endif
 
+// A kernel that is launched early calls wait_for_kernel_before() before it touches what that one wrote; the
+// other lets it start with let_kernel_behind_start() (PTX ISA, griddepcontrol). One that was not waits
+// anyway.
+PAGEDKV_DEVICE void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+PAGEDKV_DEVICE void let_kernel_behind_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 #if defined(PAGEDKV_EMULATED)
 
 // 16 bytes from global to shared memory, behind the thread's back; with read = false the destination becomes
@@ -62,12 +76,14 @@ inline uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) {
   return result;
 }
 
-// a * b + c of the two 16-bit elements in each register, rounded once.
-template <class T>
-uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+// a * b + c of the two float16 in each register, rounded once.
+inline uint32_t fma_float16_pairs(uint32_t a, uint32_t b, uint32_t c) {
   const auto half = [&](int shift) {
-    const auto at = [&](uint32_t pair) { return double{to_float(T{static_cast<uint16_t>(pair >> shift)})}; };
-    return static_cast<uint32_t>(from_float<T>(static_cast<float>(at(a) * at(b) + at(c))).bits) << shift;
+    const auto at = [&](uint32_t pair) {
+      return double{to_float(float16{static_cast<uint16_t>(pair >> shift)})};
+    };
+    return static_cast<uint32_t>(from_float<float16>(static_cast<float>(at(a) * at(b) + at(c))).bits)
+           << shift;
   };
   return half(0) | half(16);
 }
@@ -141,14 +157,9 @@ PAGEDKV_DEVICE uint32_t byte_permute(uint32_t x, uint32_t y, uint32_t selector) 
   return __byte_perm(x, y, selector);
 }
 
-template <class T>
-PAGEDKV_DEVICE uint32_t fma_pairs(uint32_t a, uint32_t b, uint32_t c) {
+PAGEDKV_DEVICE uint32_t fma_float16_pairs(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  }
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
 

@@ -11,6 +11,7 @@ namespace pagedkv::cuda {
 // With 4 CTAs to an SM named, the compiler may take the registers for 8 states that are read at once.
 template <class Query>
 __global__ void __launch_bounds__(CTA_THREADS, 4) combine_kernel(const AttentionLaunch launch) {
+  wait_for_kernel_before();
   const PagedAttentionParams& p = launch.p;
   const int warp_idx = threadIdx.x / WARP_THREADS, lane_idx = threadIdx.x % WARP_THREADS;
   const int row_ctas = (launch.state_rows + CTA_WARPS - 1) / CTA_WARPS;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(CTA_THREADS, 4) combine_kernel(const Attention
       max = fold.max;
     }
     const Normaliser normaliser = normaliser_of(p, head_idx, piece.kv_head_idx, max * LN_2, sum);
-    store_quad(out_row<Query>(p, token_idx, head_idx) + dim, normalised<Query>(normaliser, acc),
+    store_quad(out_row<Query>(p, token_idx, head_idx) + dim, normalised<Query>(normaliser.ratio(), acc),
                launch.query_rows_are_aligned);
     if (dim == 0 && p.lse != nullptr) p.lse[token_idx * p.num_heads + head_idx] = normaliser.lse;
   }

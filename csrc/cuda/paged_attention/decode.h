@@ -42,8 +42,8 @@ struct DecodeTile {
 
   static constexpr int QUERY_AT = WORK_BYTES;
   static constexpr int ROWS_AT = QUERY_AT + QUERY_BYTES;
-  static constexpr int VALID_AT = ROWS_AT + ROWS * static_cast<int>(sizeof(QueryRow));
-  static constexpr int RING_AT = (VALID_AT + CTA_WARPS * 4 * 4 + 127) / 128 * 128;
+  static constexpr int UNSCALES_AT = ROWS_AT + ROWS * static_cast<int>(sizeof(QueryRow));
+  static constexpr int RING_AT = (UNSCALES_AT + ROWS * 4 + 127) / 128 * 128;
   // The merge uses the ring's memory. The CTA's state outlives it only where a CTA takes several splits;
   // otherwise it lies in the ring's memory too, and 4 CTAs fit an SM of sm_90 at head_dim 128.
   static constexpr int STATE_AT = RING_AT + WARP_STATES_BYTES;
@@ -57,8 +57,10 @@ struct DecodeTile {
 
 template <class Query, int CACHE_BYTES, int D, int NT>
 class DecodeCta {
+  using Element = Operand<Query, CACHE_BYTES>;
   using Tile = DecodeTile<CACHE_BYTES, D, NT>;
   static constexpr int K_STEPS = D / 16;
+  static constexpr bool IS_CONVERTED = RowTile<Query, CACHE_BYTES, D>::IS_CONVERTED;
 
  public:
   PAGEDKV_DEVICE DecodeCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
@@ -66,7 +68,7 @@ class DecodeCta {
         p_(launch.p),
         shared_(shared),
         chunk_(chunk),
-        pages_(launch.p, chunk),
+        pages_(launch, chunk),
         rule_(launch.p, chunk.piece.kv_head_idx),
         widener_(launch.p.cache_dtype) {
     warp_ = threadIdx.x / WARP_THREADS;
@@ -74,10 +76,16 @@ class DecodeCta {
   }
 
   PAGEDKV_DEVICE void run() {
-    RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    rows.load_query(shared_ + Tile::QUERY_AT, Tile::ROWS);
-    rows.fill_rows(query_rows(), Tile::ROWS);
+    load_rows();
     __syncthreads();
+    tree_begin_ = query_rows()[0].mask.tree_begin;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      for (int e = 0; e < 2; ++e) {
+        scale_[nt][e] = rule_.log2_scale();
+        if constexpr (IS_CONVERTED) scale_[nt][e] *= unscales()[nt * 8 + lane_ % 4 * 2 + e];
+      }
+    }
     sure_ = keys_seen_by_all(query_rows()[0], query_rows()[chunk_.piece.num_rows - 1]);
     const int state_at = takes_several_splits(launch_) ? Tile::KEPT_STATE_AT : Tile::STATE_AT;
     const SharedStates warps(shared_ + Tile::RING_AT, CTA_WARPS, Tile::ROWS, Tile::ACC_ROW_STRIDE);
@@ -92,17 +100,21 @@ class DecodeCta {
       __syncthreads();
       begin += chunk_.fold_keys;
     } while (begin < chunk_.keys.end);
-    rows.store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
+    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece)
+        .store(chunk_, cta.acc, Tile::ACC_ROW_STRIDE, cta.max, cta.sum);
   }
 
  private:
+  PAGEDKV_DEVICE void load_rows() const {
+    const RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
+    rows.load_query(shared_ + Tile::QUERY_AT, unscales(), Tile::ROWS);
+    rows.fill_rows(query_rows(), Tile::ROWS);
+  }
+
+  PAGEDKV_DEVICE float* unscales() const { return reinterpret_cast<float*>(shared_ + Tile::UNSCALES_AT); }
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE int slot_at(int entry) const {
     return Tile::RING_AT + (entry % Tile::SLOTS * CTA_WARPS + warp_) * Tile::SLOT_BYTES;
-  }
-  // Which of the warp's 16 keys of a tile have a block; the ring never holds more than 4 tiles.
-  PAGEDKV_DEVICE uint32_t& valid(int tile) const {
-    return reinterpret_cast<uint32_t*>(shared_ + Tile::VALID_AT)[warp_ * 4 + (tile & 3)];
   }
   // The first of the warp's keys.
   PAGEDKV_DEVICE int token_of(int tile) const {
@@ -116,6 +128,7 @@ class DecodeCta {
     tiles_begin_ = begin + skipped * TILE_TOKENS;
     fold_end_ = min_of(begin + chunk_.fold_keys, chunk_.keys.end);
     num_tiles_ = tiles_begin_ < fold_end_ ? (fold_end_ - tiles_begin_ + TILE_TOKENS - 1) / TILE_TOKENS : 0;
+    is_in_slices_ = p_.block_size % WARP_TOKENS == 0 && tiles_begin_ % WARP_TOKENS == 0;
     state_.clear();
     pages_.look_up(my_token(0), my_token(0) < fold_end_);
     // The ring alternates K and V: entry 2 t is K of tile t, entry 2 t + 1 its V.
@@ -137,7 +150,7 @@ class DecodeCta {
       cp_async_wait<Tile::SLOTS - 1>();
       __syncwarp();
       const int values_at = slot_at(2 * tile + 1);
-      if (token_of(tile) + WARP_TOKENS > query_rows()[0].mask.tree_begin) {
+      if (token_of(tile) + WARP_TOKENS > tree_begin_) {
         clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, token_of(tile), WARP_TOKENS,
                                       shared_ + values_at);
         __syncwarp();
@@ -155,21 +168,28 @@ class DecodeCta {
   // The key of a tile whose row lanes 0 to 15, and 16 to 31 once more, find.
   PAGEDKV_DEVICE int my_token(int tile) const { return token_of(tile) + lane_ % WARP_TOKENS; }
 
+  // The rows of the tile that began last.
+  PAGEDKV_DEVICE void copy_tile(const void* cache, const CacheStrides& strides, int64_t row_dim,
+                                unsigned char* slot) {
+    copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
+        launch_.cache_rows_are_aligned, is_in_slices_, has_block_ & 0xffffu,
+        pages_.template row<CACHE_BYTES>(cache, strides), strides.token * CACHE_BYTES, row_dim, slot);
+  }
+
   // Starts the copies of a ring entry.
   PAGEDKV_DEVICE void issue(int entry) {
     const int tile = entry / 2;
     if (tile < num_tiles_) {
       unsigned char* slot = shared_ + slot_at(entry);
       if (entry % 2 == 0) {
-        const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance(my_token(tile)));
-        if (lane_ == 0) valid(tile) = has_block & 0xffffu;
+        has_block_ = has_block_ << 16 | (__ballot_sync(FULL_WARP, pages_.advance()) & 0xffffu);
         pages_.look_up(my_token(tile + 1), my_token(tile + 1) < fold_end_);
-        copy_rows<CACHE_BYTES, D>(launch_, p_.key_cache, p_.head_dim, pages_.offset(key_cache_strides(p_)),
-                                  WARP_TOKENS, slot);
+        copy_tile(p_.key_cache, key_cache_strides(p_), p_.head_dim, slot);
       } else {
-        copy_rows<CACHE_BYTES, D>(launch_, p_.value_cache, p_.value_head_dim,
-                                  pages_.offset(value_cache_strides(p_)), WARP_TOKENS, slot);
+        copy_tile(p_.value_cache, value_cache_strides(p_), p_.value_head_dim, slot);
       }
+    } else if (entry % 2 == 0) {
+      has_block_ <<= 16;
     }
     cp_async_commit();
   }
@@ -180,12 +200,14 @@ class DecodeCta {
     const int head_dim = static_cast<int>(p_.head_dim);
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, lane_ % 16, lane_ / 16);
     const SwizzledRow<D * 2> query(Tile::QUERY_AT, lane_ % 8, lane_ / 8);
+    // Even and odd steps are summed apart: a product waits for the one before it, and there are few rows.
+    float odd[NT][4];
     for (int nt = 0; nt < NT; ++nt) {
-      for (int e = 0; e < 4; ++e) score[nt][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) score[nt][e] = odd[nt][e] = 0.0f;
     }
-#pragma unroll(NT == 1 ? 4 : 1)
+#pragma unroll(NT == 1 ? 4 : 2)
     for (int step = 0; step < K_STEPS; step += 2) {
-      if (step * 16 >= head_dim) break;
+      if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
       uint32_t a[2][4];
       if constexpr (CACHE_BYTES == 2) {
         ldmatrix_x4(a[0], shared_ + keys.at(2 * step));
@@ -203,25 +225,27 @@ class DecodeCta {
       for (int nt = 0; nt < NT; ++nt) {
         uint32_t b[4];
         ldmatrix_x4(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
-        mma_m16n8k16<Query>(score[nt], a[0], {b[0], b[1]});
-        mma_m16n8k16<Query>(score[nt], a[1], {b[2], b[3]});
+        mma_m16n8k16<Element>(score[nt], a[0], {b[0], b[1]});
+        mma_m16n8k16<Element>(NT == 1 ? odd[nt] : score[nt], a[1], {b[2], b[3]});
       }
+    }
+    for (int nt = 0; NT == 1 && nt < NT; ++nt) {
+      for (int e = 0; e < 4; ++e) score[nt][e] += odd[nt][e];
     }
   }
 
   // Products to scores.
   PAGEDKV_DEVICE void mask_scores(int tile, float (&score)[NT][4]) const {
     const int warp_begin = token_of(tile);
-    const uint32_t has_block = valid(tile);
+    // Between a tile's copies and its use (SLOTS - 1) / 2 further tiles have begun.
+    const uint32_t has_block = has_block_ >> (Tile::SLOTS - 1) / 2 * 16 & 0xffffu;
     const bool sure =
         has_block == 0xffffu && warp_begin >= sure_.begin && warp_begin + WARP_TOKENS <= sure_.end;
-    if (sure && rule_.is_plain()) {
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        for (int e = 0; e < 4; ++e) score[nt][e] = rule_.plain(score[nt][e]);
-      }
-      return;
+    for (int nt = 0; nt < NT; ++nt) {
+      for (int e = 0; e < 4; ++e) score[nt][e] *= scale_[nt][e % 2];
     }
+    if (sure && rule_.is_plain()) return;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) {
@@ -238,8 +262,8 @@ class DecodeCta {
   PAGEDKV_DEVICE void multiply_values(int values_at, const float (&weight)[NT][4]) {
     uint32_t b[NT][2];
     for (int nt = 0; nt < NT; ++nt) {
-      b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));
-      b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][2], weight[nt][3]));
+      b[nt][0] = movmatrix_trans(pack2<Element>(weight[nt][0], weight[nt][1]));
+      b[nt][1] = movmatrix_trans(pack2<Element>(weight[nt][2], weight[nt][3]));
     }
     // Matrices 0 to 3: both halves of 16 dimensions by both halves of the keys, or the other way round.
     const int key_half = CACHE_BYTES == 2 ? lane_ / 16 : lane_ / 8 % 2;
@@ -248,7 +272,7 @@ class DecodeCta {
     const SwizzledRow<Tile::ROW_BYTES> values(values_at, lane_ % 8 + key_half * 8, dim_half);
 #pragma unroll
     for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-      if (step * 16 >= head_dim) break;
+      if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
       uint32_t loaded[4];
       ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step));
       if constexpr (CACHE_BYTES == 2) {
@@ -264,7 +288,7 @@ class DecodeCta {
 
   PAGEDKV_DEVICE void multiply_value_step(int step, const uint32_t (&a)[4], const uint32_t (&b)[NT][2]) {
 #pragma unroll
-    for (int nt = 0; nt < NT; ++nt) mma_m16n8k16<Query>(state_.acc[step][nt], a, b[nt]);
+    for (int nt = 0; nt < NT; ++nt) mma_m16n8k16<Element>(state_.acc[step][nt], a, b[nt]);
   }
 
   PAGEDKV_DEVICE void write_state(const SharedStates& warps) {
@@ -296,10 +320,14 @@ class DecodeCta {
   const Chunk& chunk_;
   PageCursor pages_;
   ScoreRule rule_;
-  Widener<Query> widener_;
+  Widener widener_;
   int warp_, lane_;
-  KeyRange sure_;  // every row sees these keys
+  KeyRange sure_;       // every row sees these keys
+  float scale_[NT][2];  // of the products of rows 2q and 2q + 1
+  int tree_begin_;      // from this key on a row may see one and not the one before
   int tiles_begin_, fold_end_, num_tiles_;
+  bool is_in_slices_;   // the warp's keys of a tile lie in one block
+  uint32_t has_block_;  // which of the warp's 16 keys have one: of the tile that began last in the low half
   WarpState<K_STEPS, NT> state_;
 };
 
@@ -307,6 +335,7 @@ template <class Query, int CACHE_BYTES, int D, int NT>
 __global__ void __launch_bounds__(CTA_THREADS, DecodeTile<CACHE_BYTES, D, NT>::CTAS_PER_SM)
     decode_kernel(const AttentionLaunch launch) {
   PAGEDKV_SHARED(shared);
+  let_kernel_behind_start();
   fill_padding<Query>(launch.p);
   auto& work = *reinterpret_cast<Work*>(shared);
   bool is_first = true;

@@ -27,17 +27,28 @@ struct WarpState {
 
   // Scores become weights; what was summed before is rescaled where a row's maximum rose.
   PAGEDKV_DEVICE void weigh(float (&score)[NT][4]) {
+    float tile_max[NT][2];
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      for (int e = 0; e < 2; ++e) tile_max[nt][e] = fmaxf(score[nt][e], score[nt][e + 2]);
+    }
+    // All rows together: the shuffles of one do not wait for another's.
+#pragma unroll
+    for (int lanes = 4; lanes < WARP_THREADS; lanes *= 2) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        for (int e = 0; e < 2; ++e) {
+          tile_max[nt][e] = fmaxf(tile_max[nt][e], __shfl_xor_sync(FULL_WARP, tile_max[nt][e], lanes));
+        }
+      }
+    }
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float tile_max = fmaxf(score[nt][e], score[nt][e + 2]);
-        for (int lanes = 4; lanes < 32; lanes *= 2) {
-          tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_WARP, tile_max, lanes));
-        }
-        if (tile_max > max[nt][e]) {
-          const float factor = max[nt][e] == NEGATIVE_INFINITY ? 0.0f : exp2_approx(max[nt][e] - tile_max);
-          max[nt][e] = tile_max;
+        if (tile_max[nt][e] > max[nt][e]) {
+          const float factor = exp2_approx(max[nt][e] - tile_max[nt][e]);  // 0 where there was no maximum
+          max[nt][e] = tile_max[nt][e];
           sum[nt][e] *= factor;
 #pragma unroll
           for (int step = 0; step < K_STEPS; ++step) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/paged_attention/plan.h"
 #include "cuda/rows.h"
@@ -10,14 +11,13 @@ namespace pagedkv::cuda {
 
 // Rows that a CTA takes. Up to 32 (16 at head_dim above 128, whose accumulators would not fit the registers)
 // they are the columns of decode.h, which serves every number of them where split_size asks for one order of
-// sums; 64 or 128 are the rows of prefill.h, the latter where the average sequence fills them.
+// sums; 64 are the rows of prefill.h.
 inline int choose_tile_rows_log2(const PagedAttentionParams& p) {
   const int64_t group = p.num_heads / p.num_kv_heads, rows = p.max_query_len * group;
   const bool is_wide = std::max(p.head_dim, p.value_head_dim) > 128;
   const int decode_log2 = is_wide ? 4 : 5;
   if (rows <= 8) return 3;
-  if (rows <= 1 << decode_log2 || p.split_size > 0) return decode_log2;
-  return is_wide || p.num_tokens * group <= 64 * p.num_seqs ? 6 : 7;
+  return rows <= 1 << decode_log2 || p.split_size > 0 ? decode_log2 : 6;
 }
 
 // As many as first_row_tile numbers; at least one, whose CTAs fill the padding.
@@ -51,7 +51,7 @@ inline int64_t choose_num_parts(const AttentionLaunch& launch, int64_t num_sms) 
   const int64_t max_chunks = p.max_blocks_per_seq * p.block_size / MIN_CHUNK_TOKENS;
   if (p.split_size > 0 || max_chunks <= 1) return 0;  // there is nothing to cut
   const bool is_decode = launch.tile_rows() <= 32;
-  const int64_t room = num_sms * (is_decode ? 4 : 128 / launch.tile_rows());  // CTAs that run at once
+  const int64_t room = num_sms * (is_decode ? 4 : 2);  // CTAs that run at once
   const int64_t num_pieces = int64_t{launch.num_row_tiles} * p.num_kv_heads;
   // Many pieces keep the device busy without being cut. A prefill's state is large, so that it is cut only
   // where half of the room would be left.
@@ -88,6 +88,8 @@ inline AttentionLaunch make_launch(const PagedAttentionParams& p, int64_t num_sm
   launch.state_rows = launch.tile_rows();
   if (p.query_start_loc == nullptr) launch.state_rows = std::min(launch.state_rows, launch.group);
   launch.num_splits = 1;
+  const auto block_size = static_cast<uint64_t>(p.block_size);
+  launch.block_size_log2 = std::has_single_bit(block_size) ? std::countr_zero(block_size) : -1;
   launch.cache_rows_are_aligned = cache_rows_are_aligned(p);
   launch.query_rows_are_aligned = query_rows_are_aligned(p);
   if (p.query_dtype == DType::float32) return launch;

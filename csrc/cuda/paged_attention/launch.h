@@ -10,35 +10,31 @@
 namespace pagedkv::cuda {
 
 template <class Query>
-cudaError_t launch_with_combine(void (*kernel)(AttentionLaunch), int num_threads, int shared_bytes,
+cudaError_t launch_with_combine(void (*kernel)(AttentionLaunch), int shared_bytes,
                                 const AttentionLaunch& args, cudaStream_t stream) {
   const int64_t num_kv_heads = args.p.num_kv_heads;
   const int64_t ctas_per_head = args.num_parts > 0 ? args.num_parts : args.num_row_tiles * args.num_splits;
   const dim3 grid(static_cast<unsigned>(ctas_per_head * num_kv_heads));
-  const cudaError_t error =
-      launch(kernel, grid, dim3(static_cast<unsigned>(num_threads)), shared_bytes, stream, args);
+  const cudaError_t error = launch(kernel, grid, dim3(CTA_THREADS), shared_bytes, stream, args);
   if (error != cudaSuccess || !is_combined(args)) return error;
   const int64_t num_ctas = args.num_row_tiles * num_kv_heads * ceil_div(args.state_rows, CTA_WARPS);
   return launch(combine_kernel<Query>, dim3(static_cast<unsigned>(num_ctas)), dim3(CTA_THREADS), 0, stream,
-                args);
+                args, args.combine_starts_early);
 }
 
 template <class Query, int CACHE_BYTES, int D, int NT>
 cudaError_t launch_decode(const AttentionLaunch& args, cudaStream_t stream) {
   using Tile = DecodeTile<CACHE_BYTES, D, NT>;
   const int shared_bytes = takes_several_splits(args) ? Tile::KEPT_SHARED_BYTES : Tile::SHARED_BYTES;
-  return launch_with_combine<Query>(decode_kernel<Query, CACHE_BYTES, D, NT>, CTA_THREADS, shared_bytes, args,
-                                    stream);
+  return launch_with_combine<Query>(decode_kernel<Query, CACHE_BYTES, D, NT>, shared_bytes, args, stream);
 }
 
 template <class Query, int CACHE_BYTES, int D>
 cudaError_t launch_tile(const AttentionLaunch& args, cudaStream_t stream) {
   if (args.tile_rows() == 8) return launch_decode<Query, CACHE_BYTES, D, 1>(args, stream);
   if (args.tile_rows() <= 32) return launch_decode<Query, CACHE_BYTES, D, D == 256 ? 2 : 4>(args, stream);
-  const int num_threads = args.tile_rows() / WARP_ROWS * WARP_THREADS;
-  return launch_with_combine<Query>(prefill_kernel<Query, CACHE_BYTES, D>, num_threads,
-                                    PrefillTile<CACHE_BYTES, D>::shared_bytes(args.tile_rows()), args,
-                                    stream);
+  return launch_with_combine<Query>(prefill_kernel<Query, CACHE_BYTES, D>,
+                                    PrefillTile<CACHE_BYTES, D>::SHARED_BYTES, args, stream);
 }
 
 template <class Query, int CACHE_BYTES>

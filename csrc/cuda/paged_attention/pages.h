@@ -8,64 +8,92 @@ namespace pagedkv::cuda {
 // Finds where a lane's tokens lie. Block ids are read one step ahead, so that a copy does not wait for them.
 class PageCursor {
  public:
-  PAGEDKV_DEVICE PageCursor(const PagedAttentionParams& p, const Chunk& chunk) : p_(p), chunk_(chunk) {}
+  PAGEDKV_DEVICE PageCursor(const AttentionLaunch& launch, const Chunk& chunk)
+      : launch_(launch),
+        p_(launch.p),
+        keys_(chunk.keys),
+        table_(p_.block_tables + chunk.piece.seq_idx * p_.block_tables_seq_stride),
+        kv_head_idx_(chunk.piece.kv_head_idx) {}
 
   // Reads the block of the next token, where it is wanted and a row can see it.
   PAGEDKV_DEVICE void look_up(int token, bool is_wanted) {
-    is_wanted &= token >= chunk_.keys.begin && token < chunk_.keys.end;
-    next_block_ = is_wanted ? static_cast<int>(block_of_token(p_, chunk_.piece.seq_idx, token)) : -1;
+    const int block_size = static_cast<int>(p_.block_size), log2 = launch_.block_size_log2;
+    const int entry = log2 >= 0 ? token >> log2 : token / block_size;  // a division is a long way
+    next_token_in_block_ = token - entry * block_size;
+    next_block_ =
+        is_wanted && token >= keys_.begin && token < keys_.end ? block_of_entry(p_, table_, entry) : -1;
   }
 
   // Goes on to the token that was looked up. False where it has no block or no row can see it.
-  PAGEDKV_DEVICE bool advance(int token) {
+  PAGEDKV_DEVICE bool advance() {
     block_ = next_block_;
-    token_in_block_ = token % static_cast<int>(p_.block_size);
+    token_in_block_ = next_token_in_block_;
     return block_ >= 0;
   }
 
-  // The element offset of the token's row in a cache; -1 where advance() was false.
-  PAGEDKV_DEVICE int64_t offset(const CacheStrides& strides) const {
-    if (block_ < 0) return -1;
-    return cache_offset(strides, block_, token_in_block_, chunk_.piece.kv_head_idx);
+  // The token's row in a cache; null where advance() was false.
+  template <int CACHE_BYTES>
+  PAGEDKV_DEVICE const unsigned char* row(const void* cache, const CacheStrides& strides) const {
+    if (block_ < 0) return nullptr;
+    return static_cast<const unsigned char*>(cache) +
+           cache_offset(strides, block_, token_in_block_, kv_head_idx_) * CACHE_BYTES;
   }
 
  private:
+  const AttentionLaunch& launch_;
   const PagedAttentionParams& p_;
-  const Chunk& chunk_;
-  int next_block_, block_, token_in_block_;
+  KeyRange keys_;
+  const int32_t* table_;
+  int kv_head_idx_, next_block_, next_token_in_block_, block_, token_in_block_;
 };
 
-// A warp copies num_rows rows of one cache to shared memory, swizzled, in chunks of 16 bytes; `row_offset` of
-// lane i is the element offset of row i. Rows without one, and what is beyond row_dim, become zero.
-template <int CACHE_BYTES, int D>
-PAGEDKV_DEVICE void copy_rows(const AttentionLaunch& launch, const void* cache, int64_t row_dim,
-                              int64_t row_offset, int num_rows, unsigned char* destination) {
+// A warp copies NUM_ROWS rows of one cache to shared memory, swizzled, in chunks of 16 bytes. Lane i has the
+// address of row i, and bit i of `has_row` says whether there is one; where not, and beyond row_dim, it
+// becomes zero. Those of a slice lie in one block, row_stride bytes apart.
+template <int CACHE_BYTES, int D, int NUM_ROWS>
+PAGEDKV_DEVICE void copy_rows(bool rows_are_aligned, bool is_slice, uint32_t has_row,
+                              const unsigned char* row_of_lane, int64_t row_stride, int64_t row_dim,
+                              unsigned char* destination) {
   constexpr int ROW_BYTES = D * CACHE_BYTES, CHUNKS = ROW_BYTES / 16, CHUNK_ELEMENTS = 16 / CACHE_BYTES;
   const int dim = static_cast<int>(row_dim), lane_idx = threadIdx.x % WARP_THREADS;
-  const auto* bytes = static_cast<const unsigned char*>(cache);
-  if (!launch.cache_rows_are_aligned) {
+  const auto address = reinterpret_cast<uint64_t>(row_of_lane);
+  if (!rows_are_aligned) {
     using Element = std::conditional_t<CACHE_BYTES == 2, uint16_t, uint8_t>;
 #pragma unroll 1
-    for (int i = lane_idx; i < num_rows * D; i += WARP_THREADS) {
+    for (int i = lane_idx; i < NUM_ROWS * D; i += WARP_THREADS) {
       const int row = i / D, element = i % D;
-      const int64_t offset = __shfl_sync(FULL_WARP, row_offset, row);
-      const bool is_read = offset >= 0 && element < dim;
+      const auto* source = reinterpret_cast<const Element*>(__shfl_sync(FULL_WARP, address, row));
+      const bool is_read = (has_row >> row & 1) != 0 && element < dim;
       reinterpret_cast<Element*>(
           destination + swizzled<ROW_BYTES>(row, element / CHUNK_ELEMENTS))[element % CHUNK_ELEMENTS] =
-          is_read ? reinterpret_cast<const Element*>(bytes)[offset + element] : Element{};
+          is_read ? source[element] : Element{};
     }
     return;
   }
   // A lane copies the same chunk of every ROW_STEP-th row, whose places differ by an exclusive or.
   constexpr int ROW_STEP = WARP_THREADS / CHUNKS;
-  const int first_row = lane_idx / CHUNKS, chunk = lane_idx % CHUNKS, first = chunk * CHUNK_ELEMENTS;
+  const int first_row = lane_idx / CHUNKS, chunk = lane_idx % CHUNKS;
   const int first_at = swizzled<ROW_BYTES>(first_row, chunk);
-#pragma unroll 8
-  for (int row = 0; row < num_rows; row += ROW_STEP) {
-    const int64_t offset = __shfl_sync(FULL_WARP, row_offset, row + first_row);
+  const uint32_t is_read = chunk * CHUNK_ELEMENTS < dim ? has_row >> first_row : 0;
+  const auto copy_chunk = [&](int row, const unsigned char* source) {
     const int place = ROW_BYTES >= 128 ? first_at ^ (row & 7) << 4 : first_at;
-    cp_async_16(destination + place + row * ROW_BYTES, bytes + (offset + first) * CACHE_BYTES,
-                offset >= 0 && first < dim);
+    cp_async_16(destination + place + row * ROW_BYTES, source, (is_read >> row & 1) != 0);
+  };
+  if (is_slice) {
+    const int some_row = max_of(__ffs(static_cast<int>(has_row)) - 1, 0);
+    const auto* source = reinterpret_cast<const unsigned char*>(__shfl_sync(FULL_WARP, address, some_row)) +
+                         (first_row - some_row) * row_stride + chunk * 16;
+#pragma unroll
+    for (int row = 0; row < NUM_ROWS; row += ROW_STEP) {
+      copy_chunk(row, source);
+      source += ROW_STEP * row_stride;
+    }
+    return;
+  }
+#pragma unroll
+  for (int row = 0; row < NUM_ROWS; row += ROW_STEP) {
+    const uint64_t source = __shfl_sync(FULL_WARP, address, row + first_row);
+    copy_chunk(row, reinterpret_cast<const unsigned char*>(source) + chunk * 16);
   }
 }
 

@@ -37,8 +37,10 @@ struct AttentionLaunch {
   int64_t num_states;
   int group;  // query heads of a KV head
   int tile_rows_log2;
+  int block_size_log2;          // -1 where block_size is no power of two
   int state_rows;               // rows that a piece can have
   bool cache_rows_are_aligned;  // cache rows can be copied in 16-byte pieces
+  bool combine_starts_early;    // before the kernel in front of it has ended
   bool query_rows_are_aligned;  // rows of query and out can be moved four elements at a time
 
   PAGEDKV_HD int tile_rows() const { return 1 << tile_rows_log2; }
@@ -76,8 +78,9 @@ PAGEDKV_DEVICE bool find_row_tile(const AttentionLaunch& launch, int row_tile_id
   int seq_idx, tile_in_seq, query_begin, query_len = 1;
   if (p.query_start_loc == nullptr) {  // one query token a sequence
     const int tiles_per_seq = (launch.group + tile_rows - 1) >> launch.tile_rows_log2;
-    query_begin = seq_idx = row_tile_idx / tiles_per_seq;
-    tile_in_seq = row_tile_idx % tiles_per_seq;
+    seq_idx = tiles_per_seq == 1 ? row_tile_idx : row_tile_idx / tiles_per_seq;
+    tile_in_seq = row_tile_idx - seq_idx * tiles_per_seq;
+    query_begin = seq_idx;
   } else {
     seq_idx = 0;
     int end = num_seqs;  // first_row_tile(seq_idx) <= row_tile_idx < first_row_tile(end)

@@ -1,7 +1,7 @@
-// Attention of a tile of 64 or 128 query rows to the keys and values of one KV head, on tensor cores, for
+// Attention of a tile of 64 query rows to the keys and values of one KV head, on tensor cores, for
 // prefill and for large groups (Dao 2023, "FlashAttention-2", section 3).
 //
-// Work: a CTA has the chunks of schedule.h. Each of its 4 or 8 warps has 16 rows; all share a tile of 64 keys
+// Work: a CTA has the chunks of schedule.h. Each of its 4 warps has 16 rows; all share a tile of 64 keys
 // (32 at head_dim 256). Bytes: K and V of a chunk are read once for all rows, by 16-byte asynchronous copies
 // into two buffers, of which one is filled while the other is used.
 //
@@ -16,7 +16,7 @@
 namespace pagedkv::cuda {
 
 inline constexpr int WARP_ROWS = 16;
-inline constexpr int MAX_PREFILL_WARPS = 8;
+inline constexpr int PREFILL_ROWS = CTA_WARPS * WARP_ROWS;
 
 // D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
 template <int CACHE_BYTES, int D>
@@ -30,28 +30,26 @@ struct PrefillTile {
 
   static constexpr int VALID_AT = WORK_BYTES;  // a byte for 8 keys of each of two tiles
   static constexpr int ROWS_AT = VALID_AT + 16;
-  PAGEDKV_HD static constexpr int query_at(int rows) {
-    return (ROWS_AT + rows * static_cast<int>(sizeof(QueryRow)) + 127) / 128 * 128;
-  }
+  static constexpr int UNSCALES_AT = ROWS_AT + PREFILL_ROWS * static_cast<int>(sizeof(QueryRow));
+  static constexpr int QUERY_AT = (UNSCALES_AT + PREFILL_ROWS * 4 + 127) / 128 * 128;
+  static constexpr int QUERY_BYTES = PREFILL_ROWS * D * 2;
   // A query that registers hold passes through the memory of the buffers.
-  PAGEDKV_HD static constexpr int buffers_at(int rows) {
-    return query_at(rows) + (HOLDS_QUERY ? 0 : rows * D * 2);
-  }
+  static constexpr int BUFFERS_AT = QUERY_AT + (HOLDS_QUERY ? 0 : QUERY_BYTES);
   // The CTA's state takes the place of query and buffers when all keys are done.
-  PAGEDKV_HD static constexpr int shared_bytes(int rows) {
-    const int state_bytes = rows * (ACC_ROW_STRIDE + 2) * 4, query_bytes = rows * D * 2;
-    const int buffers_end = buffers_at(rows) + 4 * BUFFER_BYTES;
-    return max_of(buffers_end, query_at(rows) + max_of(state_bytes, query_bytes));
-  }
-  static constexpr int MAX_ROWS = D == 256 ? 64 : 128;
-  static_assert(shared_bytes(MAX_ROWS) <= 99 * 1024, "a CTA fits every architecture");
+  static constexpr int STATE_BYTES = PREFILL_ROWS * (ACC_ROW_STRIDE + 2) * 4;
+  static constexpr int SHARED_BYTES =
+      max_of(BUFFERS_AT + 4 * BUFFER_BYTES, QUERY_AT + max_of(STATE_BYTES, QUERY_BYTES));
+  static_assert(SHARED_BYTES <= 99 * 1024, "a CTA fits every architecture");
 };
 
 template <class Query, int CACHE_BYTES, int D>
 class PrefillCta {
+  using Element = Operand<Query, CACHE_BYTES>;
   using Tile = PrefillTile<CACHE_BYTES, D>;
   static constexpr int K_STEPS = D / 16;
   static constexpr int KEY_COLUMNS = Tile::KEYS / 8, VALUE_COLUMNS = D / 8;
+  static constexpr bool IS_CONVERTED = RowTile<Query, CACHE_BYTES, D>::IS_CONVERTED;
+  static constexpr int COPIED_TOKENS = Tile::KEYS / CTA_WARPS;  // of a tile, by a warp
 
  public:
   PAGEDKV_DEVICE PrefillCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
@@ -59,21 +57,23 @@ class PrefillCta {
         p_(launch.p),
         shared_(shared),
         chunk_(chunk),
-        pages_(launch.p, chunk),
+        pages_(launch, chunk),
         rule_(launch.p, chunk.piece.kv_head_idx),
         widener_(launch.p.cache_dtype) {
     warp_ = threadIdx.x / WARP_THREADS;
     lane_ = threadIdx.x % WARP_THREADS;
-    warp_tokens_ = Tile::KEYS / static_cast<int>(blockDim.x / WARP_THREADS);
   }
 
   PAGEDKV_DEVICE void run() {
-    RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
-    const int tile_rows = launch_.tile_rows();
-    rows.fill_rows(query_rows(), tile_rows);
-    rows.load_query(shared_ + Tile::query_at(tile_rows), tile_rows);
+    load_rows();
     __syncthreads();
     find_warp_keys();
+    tree_begin_ = query_rows()[0].mask.tree_begin;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale_[i] = rule_.log2_scale();
+      if constexpr (IS_CONVERTED) scale_[i] *= unscales()[warp_ * WARP_ROWS + lane_ / 4 + i * 8];
+    }
     if constexpr (Tile::HOLDS_QUERY) {
 #pragma unroll
       for (int step = 0; step < K_STEPS; ++step) load_query_step(step, query_[step]);
@@ -81,20 +81,28 @@ class PrefillCta {
     }
     attend();
     __syncthreads();  // all warps are done with query and buffers, whose memory the state uses
-    auto* acc = reinterpret_cast<float*>(shared_ + Tile::query_at(tile_rows));
-    float* max = acc + tile_rows * Tile::ACC_ROW_STRIDE;
-    write_state(acc, max, max + tile_rows);
+    auto* acc = reinterpret_cast<float*>(shared_ + Tile::QUERY_AT);
+    float* max = acc + PREFILL_ROWS * Tile::ACC_ROW_STRIDE;
+    write_state(acc, max, max + PREFILL_ROWS);
     __syncthreads();
-    rows.store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + tile_rows);
+    RowTile<Query, CACHE_BYTES, D>(launch_, chunk_.piece)
+        .store(chunk_, acc, Tile::ACC_ROW_STRIDE, max, max + PREFILL_ROWS);
   }
 
  private:
+  PAGEDKV_DEVICE void load_rows() const {
+    const RowTile<Query, CACHE_BYTES, D> rows(launch_, chunk_.piece);
+    rows.load_query(shared_ + Tile::QUERY_AT, unscales(), PREFILL_ROWS);
+    rows.fill_rows(query_rows(), PREFILL_ROWS);
+  }
+
+  PAGEDKV_DEVICE float* unscales() const { return reinterpret_cast<float*>(shared_ + Tile::UNSCALES_AT); }
   PAGEDKV_DEVICE QueryRow* query_rows() const { return reinterpret_cast<QueryRow*>(shared_ + Tile::ROWS_AT); }
   PAGEDKV_DEVICE uint8_t* valid(int tile) const {
     return shared_ + Tile::VALID_AT + tile % 2 * (Tile::KEYS / 8);
   }
   PAGEDKV_DEVICE int buffer_at(int tile, bool is_value) const {
-    return Tile::buffers_at(launch_.tile_rows()) + (tile % 2 * 2 + is_value) * Tile::BUFFER_BYTES;
+    return Tile::BUFFERS_AT + (tile % 2 * 2 + is_value) * Tile::BUFFER_BYTES;
   }
 
   // The keys that any of the warp's rows sees, and those that all of them see; none for a warp without rows.
@@ -127,9 +135,9 @@ class PrefillCta {
       __syncthreads();  // the tile is there for all warps, and all are done with the one before
       if (tile + 1 < num_tiles) issue(tile + 1);
       const int begin = tiles_begin + tile * Tile::KEYS;
-      if (begin + Tile::KEYS > query_rows()[0].mask.tree_begin) {
-        const int first = warp_ * warp_tokens_;
-        clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, begin + first, warp_tokens_,
+      if (begin + Tile::KEYS > tree_begin_) {
+        const int first = warp_ * COPIED_TOKENS;
+        clear_unseen<Tile::ROW_BYTES>(query_rows(), chunk_.piece.num_rows, begin + first, COPIED_TOKENS,
                                       shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
         __syncthreads();
       }
@@ -151,31 +159,37 @@ class PrefillCta {
     multiply_values<IS_INT8>(buffer_at(tile, true), score);
   }
 
-  // The token of a tile whose row this lane finds: a warp copies KEYS / num_warps, 8 or 16, of them.
+  // The token of a tile whose row this lane finds.
   PAGEDKV_DEVICE int token_of(int tile) const {
-    return chunk_.fold_begin + tile * Tile::KEYS + warp_ * warp_tokens_ + lane_ % warp_tokens_;
+    return chunk_.fold_begin + tile * Tile::KEYS + warp_ * COPIED_TOKENS + lane_ % COPIED_TOKENS;
+  }
+
+  // The warp's share of a tile; its keys lie in one block where that is possible, since tiles begin at
+  // multiples of TILE_TOKENS.
+  PAGEDKV_DEVICE void copy_tile(const void* cache, const CacheStrides& strides, int64_t row_dim,
+                                uint32_t has_block, int buffer_at) {
+    copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
+        launch_.cache_rows_are_aligned, p_.block_size % COPIED_TOKENS == 0, has_block,
+        pages_.template row<CACHE_BYTES>(cache, strides), strides.token * CACHE_BYTES, row_dim,
+        shared_ + buffer_at + warp_ * COPIED_TOKENS * Tile::ROW_BYTES);
   }
 
   // Starts the copies of a tile's keys and values.
   PAGEDKV_DEVICE void issue(int tile) {
-    const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance(token_of(tile)));
-    const int first = warp_ * warp_tokens_;
-    if (lane_ < warp_tokens_ / 8) {
+    const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance());
+    const int first = warp_ * COPIED_TOKENS;
+    if (lane_ < COPIED_TOKENS / 8) {
       valid(tile)[first / 8 + lane_] = static_cast<uint8_t>(has_block >> 8 * lane_);
     }
     pages_.look_up(token_of(tile + 1), true);
-    copy_rows<CACHE_BYTES, D>(launch_, p_.key_cache, p_.head_dim, pages_.offset(key_cache_strides(p_)),
-                              warp_tokens_, shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);
-    copy_rows<CACHE_BYTES, D>(launch_, p_.value_cache, p_.value_head_dim,
-                              pages_.offset(value_cache_strides(p_)), warp_tokens_,
-                              shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
+    copy_tile(p_.key_cache, key_cache_strides(p_), p_.head_dim, has_block, buffer_at(tile, false));
+    copy_tile(p_.value_cache, value_cache_strides(p_), p_.value_head_dim, has_block, buffer_at(tile, true));
     cp_async_commit();
   }
 
   // 16 dimensions of the warp's rows, as operand a.
   PAGEDKV_DEVICE void load_query_step(int step, uint32_t (&a)[4]) const {
-    const int query_at = Tile::query_at(launch_.tile_rows());
-    const SwizzledRow<D * 2> row(query_at, warp_ * WARP_ROWS + lane_ % 16, lane_ / 16);
+    const SwizzledRow<D * 2> row(Tile::QUERY_AT, warp_ * WARP_ROWS + lane_ % 16, lane_ / 16);
     ldmatrix_x4(a, shared_ + row.at(2 * step));
   }
 
@@ -192,7 +206,7 @@ class PrefillCta {
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, key, CACHE_BYTES == 2 ? lane_ / 8 % 2 : 0);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-      if (step * 16 >= head_dim) break;
+      if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
       if constexpr (!Tile::HOLDS_QUERY) load_query_step(step, query_[0]);
       const uint32_t (&a)[4] = query_[Tile::HOLDS_QUERY ? step : 0];
 #pragma unroll
@@ -200,13 +214,13 @@ class PrefillCta {
         uint32_t loaded[4];
         ldmatrix_x4(loaded, shared_ + keys.at(CACHE_BYTES * step) + column * 8 * Tile::ROW_BYTES);
         if constexpr (CACHE_BYTES == 2) {
-          mma_m16n8k16<Query>(score[column], a, {loaded[0], loaded[1]});
-          mma_m16n8k16<Query>(score[column + 1], a, {loaded[2], loaded[3]});
+          mma_m16n8k16<Element>(score[column], a, {loaded[0], loaded[1]});
+          mma_m16n8k16<Element>(score[column + 1], a, {loaded[2], loaded[3]});
         } else {
           uint32_t low[4], high[4];
           widener_.template widen<IS_INT8, Pairing::neighbours>(loaded, low, high);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) mma_m16n8k16<Query>(score[column + i], a, {low[i], high[i]});
+          for (int i = 0; i < 4; ++i) mma_m16n8k16<Element>(score[column + i], a, {low[i], high[i]});
         }
       }
     }
@@ -222,13 +236,11 @@ class PrefillCta {
     }
     const bool sure =
         all_have_blocks == 0xffffffffu && begin >= sure_.begin && begin + Tile::KEYS <= sure_.end;
-    if (sure && rule_.is_plain()) {
 #pragma unroll
-      for (int column = 0; column < KEY_COLUMNS; ++column) {
-        for (int e = 0; e < 4; ++e) score[column][e] = rule_.plain(score[column][e]);
-      }
-      return;
+    for (int column = 0; column < KEY_COLUMNS; ++column) {
+      for (int e = 0; e < 4; ++e) score[column][e] *= scale_[e / 2];
     }
+    if (sure && rule_.is_plain()) return;
     const int row = warp_ * WARP_ROWS + lane_ / 4, pair = lane_ % 4 * 2;
 #pragma unroll
     for (int column = 0; column < KEY_COLUMNS; ++column) {
@@ -244,18 +256,25 @@ class PrefillCta {
 
   // Scores become weights; what was summed before is rescaled where a row's maximum rose.
   PAGEDKV_DEVICE void weigh(float (&score)[KEY_COLUMNS][4]) {
+    float tile_max[2];
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float tile_max = NEGATIVE_INFINITY;
+      tile_max[row] = NEGATIVE_INFINITY;
 #pragma unroll
       for (int column = 0; column < KEY_COLUMNS; ++column) {
-        tile_max = fmaxf(tile_max, fmaxf(score[column][2 * row], score[column][2 * row + 1]));
+        tile_max[row] = fmaxf(tile_max[row], fmaxf(score[column][2 * row], score[column][2 * row + 1]));
       }
-      tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_WARP, tile_max, 1));
-      tile_max = fmaxf(tile_max, __shfl_xor_sync(FULL_WARP, tile_max, 2));
-      if (tile_max > max_[row]) {
-        const float factor = max_[row] == NEGATIVE_INFINITY ? 0.0f : exp2_approx(max_[row] - tile_max);
-        max_[row] = tile_max;
+    }
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      for (int row = 0; row < 2; ++row) {
+        tile_max[row] = fmaxf(tile_max[row], __shfl_xor_sync(FULL_WARP, tile_max[row], lanes));
+      }
+    }
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if (tile_max[row] > max_[row]) {
+        const float factor = exp2_approx(max_[row] - tile_max[row]);  // 0 where there was no maximum
+        max_[row] = tile_max[row];
         sum_[row] *= factor;
 #pragma unroll
         for (int column = 0; column < VALUE_COLUMNS; ++column) {
@@ -288,23 +307,23 @@ class PrefillCta {
       uint32_t a[4];
       for (int i = 0; i < 4; ++i) {
         const float (&part)[4] = weight[column + i / 2];
-        a[i] = pack2<Query>(part[i % 2 * 2], part[i % 2 * 2 + 1]);
+        a[i] = pack2<Element>(part[i % 2 * 2], part[i % 2 * 2 + 1]);
       }
 #pragma unroll
       for (int step = 0; step < K_STEPS; step += 2 / CACHE_BYTES) {
-        if (step * 16 >= head_dim) break;
+        if (step % BRANCH_STEPS == 0 && step * 16 >= head_dim) break;
         uint32_t loaded[4];
         ldmatrix_x4_trans(loaded, shared_ + values.at(CACHE_BYTES * step) + column * 8 * Tile::ROW_BYTES);
         if constexpr (CACHE_BYTES == 2) {
-          mma_m16n8k16<Query>(acc_[2 * step], a, {loaded[0], loaded[1]});
-          mma_m16n8k16<Query>(acc_[2 * step + 1], a, {loaded[2], loaded[3]});
+          mma_m16n8k16<Element>(acc_[2 * step], a, {loaded[0], loaded[1]});
+          mma_m16n8k16<Element>(acc_[2 * step + 1], a, {loaded[2], loaded[3]});
         } else {
           uint32_t low[4], high[4];  // columns of the even and of the odd ones of 16 dimensions, of two steps
           widener_.template widen<IS_INT8, Pairing::transposed>(loaded, low, high);
-          mma_m16n8k16<Query>(acc_[2 * step], a, {low[0], low[1]});
-          mma_m16n8k16<Query>(acc_[2 * step + 1], a, {high[0], high[1]});
-          mma_m16n8k16<Query>(acc_[2 * step + 2], a, {low[2], low[3]});
-          mma_m16n8k16<Query>(acc_[2 * step + 3], a, {high[2], high[3]});
+          mma_m16n8k16<Element>(acc_[2 * step], a, {low[0], low[1]});
+          mma_m16n8k16<Element>(acc_[2 * step + 1], a, {high[0], high[1]});
+          mma_m16n8k16<Element>(acc_[2 * step + 2], a, {low[2], low[3]});
+          mma_m16n8k16<Element>(acc_[2 * step + 3], a, {high[2], high[3]});
         }
       }
     }
@@ -342,18 +361,20 @@ class PrefillCta {
   const Chunk& chunk_;
   PageCursor pages_;
   ScoreRule rule_;
-  Widener<Query> widener_;
-  int warp_, lane_, warp_tokens_;
+  Widener widener_;
+  int warp_, lane_;
+  int tree_begin_;  // from this key on a row may see one and not the one before
   KeyRange warp_keys_, sure_;
+  float scale_[2];  // of the products of rows g and g + 8
   uint32_t query_[Tile::HOLDS_QUERY ? K_STEPS : 1][4];
   float acc_[VALUE_COLUMNS][4];
   float max_[2], sum_[2];
 };
 
 template <class Query, int CACHE_BYTES, int D>
-__global__ void __launch_bounds__(MAX_PREFILL_WARPS* WARP_THREADS, 1)
-    prefill_kernel(const AttentionLaunch launch) {
+__global__ void __launch_bounds__(CTA_THREADS, 2) prefill_kernel(const AttentionLaunch launch) {
   PAGEDKV_SHARED(shared);
+  let_kernel_behind_start();
   fill_padding<Query>(launch.p);
   auto& work = *reinterpret_cast<Work*>(shared);
   bool is_first = true;

@@ -5,9 +5,14 @@
 
 #include "cuda/paged_attention/schedule.h"
 #include "cuda/paged_attention/state.h"
+#include "cuda/paged_attention/widen.h"
 #include "cuda/primitives.h"
 
 namespace pagedkv::cuda {
+
+// A head_dim below the kernel's ends the main loops' steps of 16 dimensions early, but only after so many:
+// what lies between is zero, and a branch keeps the compiler from moving loads ahead of products.
+inline constexpr int BRANCH_STEPS = 4;
 
 // What a row's scores depend on; a row past the last sees nothing.
 struct QueryRow {
@@ -62,21 +67,29 @@ PAGEDKV_DEVICE void store_quad(void* destination, uint2 quad, bool is_aligned) {
   element[3] = static_cast<uint16_t>(quad.y >> 16);
 }
 
-// Four neighbouring accumulated values of a row as its results.
+// Four neighbouring accumulated values of a row as its results; `ratio` is its Normaliser's.
 template <class Query>
-PAGEDKV_DEVICE uint2 normalised(const Normaliser& normaliser, const float4& acc) {
-  return {pack2<Query>(normaliser(acc.x), normaliser(acc.y)),
-          pack2<Query>(normaliser(acc.z), normaliser(acc.w))};
+PAGEDKV_DEVICE uint2 normalised(float ratio, const float4& acc) {
+  if (ratio == 0.0f) return {};  // also where acc is not finite
+  return {pack2<Query>(acc.x * ratio, acc.y * ratio), pack2<Query>(acc.z * ratio, acc.w * ratio)};
 }
 
-// D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element.
+// D is head_dim rounded up to 64, 128 or 256; CACHE_BYTES is the size of a cache element. A warp takes every
+// CTA_WARPS-th row, a lane four neighbouring elements of it.
 template <class Query, int CACHE_BYTES, int D>
 class RowTile {
-  static constexpr int QUADS = D / 4;
+  static constexpr int LANES_DIMS = 4 * WARP_THREADS;
 
  public:
+  // Whether queries are bfloat16 and the tensor cores' operands float16.
+  static constexpr bool IS_CONVERTED = !std::is_same_v<Operand<Query, CACHE_BYTES>, Query>;
+
+  // A copy of the piece, which lies in shared memory: else it would be read anew after every store.
   PAGEDKV_DEVICE RowTile(const AttentionLaunch& launch, const Piece& piece)
-      : launch_(launch), p_(launch.p), piece_(piece) {}
+      : launch_(launch), p_(launch.p), piece_(piece) {
+    warp_ = threadIdx.x / WARP_THREADS;
+    lane_ = threadIdx.x % WARP_THREADS;
+  }
 
   // To `rows`, one entry for each of tile_rows rows. A barrier must follow.
   PAGEDKV_DEVICE void fill_rows(QueryRow* rows, int tile_rows) const {
@@ -95,30 +108,46 @@ class RowTile {
 
   // Query rows to swizzled shared memory, zero beyond head_dim and beyond the last row. Where K is widened
   // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
-  // so the query's are permuted alike.
-  PAGEDKV_DEVICE void load_query(unsigned char* shared, int tile_rows) const {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < tile_rows * QUADS; i += blockDim.x) {
-      const int row = i / QUADS, dim = i % QUADS * 4;
-      uint2 quad{};
-      if (row < piece_.num_rows && dim < p_.head_dim) {
+  // so the query's are permuted alike. `unscales` gets what makes up for a row's scaled().
+  PAGEDKV_DEVICE void load_query(unsigned char* shared, float* unscales, int tile_rows) const {
+    constexpr int BATCH = 4;                                    // rows that are on their way together
+    constexpr int PARTS = D > LANES_DIMS ? D / LANES_DIMS : 1;  // of a row
+#pragma unroll 1
+    for (int first = warp_; first < tile_rows; first += BATCH * CTA_WARPS) {
+      uint2 quads[BATCH][PARTS] = {};
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int row = first + i * CTA_WARPS;
+        if (row >= piece_.num_rows) continue;
         const auto* query = static_cast<const Query*>(p_.query) + token_of(row) * p_.query_token_stride +
                             head_of(row) * p_.query_head_stride;
-        quad = load_quad(query + dim, launch_.query_rows_are_aligned);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          const int dim = part * LANES_DIMS + lane_ * 4;
+          if (dim < p_.head_dim) quads[i][part] = load_quad(query + dim, launch_.query_rows_are_aligned);
+        }
       }
-      if constexpr (CACHE_BYTES == 2) {
-        store_vector(shared + swizzled<D * 2>(row, dim / 8) + dim % 8 * 2, quad);
-      } else {
-        store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2) + dim % 16, quad.x);
-        store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2 + 1) + dim % 16, quad.y);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int row = first + i * CTA_WARPS;
+        if (row >= tile_rows) continue;
+        if constexpr (IS_CONVERTED) {
+          const float unscale = scale(quads[i]);
+          if (lane_ == 0) unscales[row] = unscale;
+        }
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+          const int dim = part * LANES_DIMS + lane_ * 4;
+          if (dim < D) store_query_quad(shared, row, dim, quads[i][part]);
+        }
       }
     }
   }
 
   // The results of the rows or, where they saw only a chunk of their keys, their states: acc [num_rows,
-  // acc_row_stride], max and sum [num_rows] in shared memory, which are overwritten. Barriers around it.
+  // acc_row_stride], max and sum [num_rows] in shared memory; max is overwritten. Barriers around it.
   PAGEDKV_DEVICE void store(const Chunk& chunk, const float* acc, int acc_row_stride, float* max,
-                            float* sum) {
+                            const float* sum) {
     if (chunk.is_first && chunk.is_last) {
       if (piece_.kv_head_idx == 0 && threadIdx.x == 0 && is_combined(launch_)) {
         launch_.partial_chunks[piece_.row_tile_idx] = {0, -1};
@@ -130,6 +159,43 @@ class RowTile {
   }
 
  private:
+  // A row from bfloat16 to float16, which has fewer exponents: first it is multiplied by the power of two
+  // that brings its largest element near 2 ** 14. What is rounded then is 2 ** 28 times smaller than that.
+  // Returns the inverse of the power.
+  template <int PARTS>
+  PAGEDKV_DEVICE static float scale(uint2 (&quads)[PARTS]) {
+    uint32_t largest = 0;
+    for (const uint2& quad : quads) {
+      for (const uint32_t bits :
+           {quad.x & 0x7fff, quad.x >> 16 & 0x7fff, quad.y & 0x7fff, quad.y >> 16 & 0x7fff}) {
+        if (bits < 0x7f80) largest = max_of(largest, bits);  // a finite one
+      }
+    }
+    for (int lanes = 1; lanes < WARP_THREADS; lanes *= 2) {
+      largest = max_of(largest, __shfl_xor_sync(FULL_WARP, largest, lanes));
+    }
+    const int exponent = min_of(14 + 127 - static_cast<int>(largest >> 7), 126);
+    const auto power_of_two = [](int e) { return to_float(bfloat16{static_cast<uint16_t>((e + 127) << 7)}); };
+    const float factor = power_of_two(exponent);
+    const auto half = [factor](uint32_t bits) {
+      return to_float(bfloat16{static_cast<uint16_t>(bits)}) * factor;
+    };
+    for (uint2& quad : quads) {
+      quad = {pack2<float16>(half(quad.x), half(quad.x >> 16)),
+              pack2<float16>(half(quad.y), half(quad.y >> 16))};
+    }
+    return power_of_two(-exponent);
+  }
+
+  PAGEDKV_DEVICE static void store_query_quad(unsigned char* shared, int row, int dim, uint2 quad) {
+    if constexpr (CACHE_BYTES == 2) {
+      store_vector(shared + swizzled<D * 2>(row, dim / 8) + dim % 8 * 2, quad);
+    } else {
+      store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2) + dim % 16, quad.x);
+      store_vector(shared + swizzled<D * 2>(row, dim / 16 * 2 + 1) + dim % 16, quad.y);
+    }
+  }
+
   PAGEDKV_DEVICE int64_t token_of(int row) const {
     return piece_.query_begin + (piece_.row_begin + row) / launch_.group;
   }
@@ -137,24 +203,25 @@ class RowTile {
     return piece_.kv_head_idx * launch_.group + (piece_.row_begin + row) % launch_.group;
   }
 
-  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max, float* sum) const {
-    // `max` and `sum` of a row become what its values are multiplied with and divided by.
+  PAGEDKV_DEVICE void store_results(const float* acc, int acc_row_stride, float* max,
+                                    const float* sum) const {
+    // The place of a row's `max` is taken by what its values are multiplied with.
 #pragma unroll 1
     for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {
       const Normaliser normaliser =
           normaliser_of(p_, head_of(row), piece_.kv_head_idx, max[row] * LN_2, sum[row]);
-      max[row] = normaliser.factor;
-      sum[row] = normaliser.sum;
+      max[row] = normaliser.ratio();
       if (p_.lse != nullptr) p_.lse[token_of(row) * p_.num_heads + head_of(row)] = normaliser.lse;
     }
     __syncthreads();
-    const int quads = static_cast<int>(p_.value_head_dim) / 4;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
-      const int row = i / quads, dim = i % quads * 4;
-      const Normaliser normaliser{max[row], sum[row], 0.0f};
-      const uint2 quad = normalised<Query>(normaliser, load_vector<float4>(acc + row * acc_row_stride + dim));
-      store_quad(out_row<Query>(p_, token_of(row), head_of(row)) + dim, quad, launch_.query_rows_are_aligned);
+    for (int row = warp_; row < piece_.num_rows; row += CTA_WARPS) {
+      Query* out = out_row<Query>(p_, token_of(row), head_of(row));
+#pragma unroll 1
+      for (int dim = lane_ * 4; dim < p_.value_head_dim; dim += LANES_DIMS) {
+        const float4 row_acc = load_vector<float4>(acc + row * acc_row_stride + dim);
+        store_quad(out + dim, normalised<Query>(max[row], row_acc), launch_.query_rows_are_aligned);
+      }
     }
   }
 
@@ -171,18 +238,20 @@ class RowTile {
     for (int row = threadIdx.x; row < piece_.num_rows; row += blockDim.x) {
       launch_.partial_max_sum[first_row + row] = {max[row], sum[row]};
     }
-    const int quads = static_cast<int>(p_.value_head_dim) / 4;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < piece_.num_rows * quads; i += blockDim.x) {
-      const int row = i / quads, dim = i % quads * 4;
-      store_vector(launch_.partial_acc + (first_row + row) * p_.value_head_dim + dim,
-                   load_vector<float4>(acc + row * acc_row_stride + dim));
+    for (int row = warp_; row < piece_.num_rows; row += CTA_WARPS) {
+      float* partial_acc = launch_.partial_acc + (first_row + row) * p_.value_head_dim;
+#pragma unroll 1
+      for (int dim = lane_ * 4; dim < p_.value_head_dim; dim += LANES_DIMS) {
+        store_vector(partial_acc + dim, load_vector<float4>(acc + row * acc_row_stride + dim));
+      }
     }
   }
 
   const AttentionLaunch& launch_;
   const PagedAttentionParams& p_;
-  const Piece& piece_;
+  const Piece piece_;
+  int warp_, lane_;
 };
 
 }  // namespace pagedkv::cuda

@@ -40,6 +40,10 @@ PAGEDKV_DEVICE int64_t state_idx_of(const AttentionLaunch& launch, int number, b
 // from query to query.
 PAGEDKV_DEVICE KeyRange find_keys(const AttentionLaunch& launch, const Piece& piece) {
   const PagedAttentionParams& p = launch.p;
+  if (piece.query_len == 1) {
+    const RowMask mask = row_mask(p, piece.seq_idx, 1, 0, piece.query_begin);
+    return {mask.begin, max_of(mask.begin, mask.end)};
+  }
   const int first = piece.row_begin / launch.group;
   const int last = (piece.row_begin + piece.num_rows - 1) / launch.group;
   const RowMask first_mask = row_mask(p, piece.seq_idx, piece.query_len, first, piece.query_begin + first);

@@ -11,15 +11,15 @@ class ScoreRule {
   PAGEDKV_DEVICE ScoreRule(const PagedAttentionParams& p, int64_t kv_head_idx)
       : p_(p), log2_scale_(p.softmax_scale * scale_of(p.k_scale, p.k_scale_value, kv_head_idx) * LOG2_E) {}
 
+  // What a product is multiplied with, where the query was not.
+  PAGEDKV_DEVICE float log2_scale() const { return log2_scale_; }
+
   // Whether there is neither softcap nor ALiBi.
   PAGEDKV_DEVICE bool is_plain() const { return p_.softcap == 0.0f && p_.alibi_slopes == nullptr; }
 
-  // Where the row sees the key for certain and the rule is plain.
-  PAGEDKV_DEVICE float plain(float product) const { return product * log2_scale_; }
-
-  // -inf where the row does not see the key.
-  PAGEDKV_DEVICE float operator()(float product, const QueryRow& row, int key, bool is_visible) const {
-    float score = plain(product);
+  // From a score of the plain rule, a scaled product, to one of this; -inf where the row does not see the
+  // key.
+  PAGEDKV_DEVICE float operator()(float score, const QueryRow& row, int key, bool is_visible) const {
     if (!is_plain()) {
       score *= LN_2;
       if (p_.softcap > 0.0f) score = p_.softcap * tanh_fast(__fdividef(score, p_.softcap));

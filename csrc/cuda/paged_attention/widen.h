@@ -1,4 +1,4 @@
-// Four 8-bit cache elements become two registers of 16-bit ones, exactly: every route gives the same bytes.
+// Four 8-bit cache elements become two registers of float16, exactly: every route gives the same bytes.
 #pragma once
 
 #include "cuda/primitives.h"
@@ -6,14 +6,16 @@
 
 namespace pagedkv::cuda {
 
+// What the tensor cores multiply. An 8-bit format goes into float16 in fewer instructions than into bfloat16,
+// so that with such caches queries and weights become float16 too.
+template <class Query, int CACHE_BYTES>
+using Operand = std::conditional_t<CACHE_BYTES == 1, float16, Query>;
+
 // How a register's bytes pair up: (0, 1) and (2, 3), or (0, 2) and (1, 3) as ldmatrix leaves them when it
 // transposes pairs of bytes.
 enum class Pairing { neighbours, transposed };
 
-template <class Query>
 class Widener {
-  static constexpr bool IS_BFLOAT16 = std::is_same_v<Query, bfloat16>;
-
  public:
   PAGEDKV_DEVICE explicit Widener(DType dtype)
       : is_int8_(dtype == DType::int8), is_e4m3_(dtype == DType::float8_e4m3fn) {}
@@ -25,88 +27,76 @@ class Widener {
   PAGEDKV_DEVICE void widen(const uint32_t (&packed)[4], uint32_t (&low)[4], uint32_t (&high)[4]) const {
     if constexpr (IS_INT8) {
       for (int i = 0; i < 4; ++i) widen_int8<PAIRING>(packed[i], low[i], high[i]);
-    } else if constexpr (HAS_FLOAT8_CONVERSION && !IS_BFLOAT16) {
-      for (int i = 0; i < 4; ++i) convert_float8<PAIRING>(packed[i], low[i], high[i]);
+    } else if (!is_e4m3_) {
+      for (int i = 0; i < 4; ++i) widen_e5m2<PAIRING>(packed[i], low[i], high[i]);
+    } else if constexpr (HAS_FLOAT8_CONVERSION) {
+      for (int i = 0; i < 4; ++i) convert_e4m3<PAIRING>(packed[i], low[i], high[i]);
     } else {
-      widen_float8<PAIRING>(packed, low, high);
+      widen_e4m3<PAIRING>(packed, low, high);
     }
   }
 
  private:
-  // Each pair's bytes become the lower halves of float constants, whose value is then taken off again.
+  // 0x6400 is 1024 with units of 1: with x + 128 in its lower half it is 1152 + x, and 1152 is taken off
+  // again.
   template <Pairing PAIRING>
   PAGEDKV_DEVICE static void widen_int8(uint32_t four, uint32_t& low, uint32_t& high) {
     constexpr uint32_t LOW = PAIRING == Pairing::neighbours ? 0x5140 : 0x5240;
     constexpr uint32_t HIGH = PAIRING == Pairing::neighbours ? 0x5342 : 0x5341;
-    if constexpr (IS_BFLOAT16) {
-      // 0x4300 is 128 with units of 1: with the lower seven bits it is 128 + x, or 256 + x where x < 0; with
-      // the sign bit alone, 128 or 256.
-      const auto without_sign = [](uint32_t pair) {
-        return fma_pairs<Query>(pair & 0xff80ff80u, 0xbf80bf80u, pair & 0xff7fff7fu);  // * -1
-      };
-      low = without_sign(byte_permute(four, 0x43434343u, LOW));
-      high = without_sign(byte_permute(four, 0x43434343u, HIGH));
-    } else {
-      // 0x6400 is 1024 with units of 1: with x + 128 in its lower half it is 1152 + x.
-      four ^= 0x80808080u;
-      low = fma_pairs<Query>(byte_permute(four, 0x64646464u, LOW), 0x3c003c00u, 0xe480e480u);
-      high = fma_pairs<Query>(byte_permute(four, 0x64646464u, HIGH), 0x3c003c00u, 0xe480e480u);
-    }
+    four ^= 0x80808080u;
+    low = fma_float16_pairs(byte_permute(four, 0x64646464u, LOW), 0x3c003c00u, 0xe480e480u);
+    high = fma_float16_pairs(byte_permute(four, 0x64646464u, HIGH), 0x3c003c00u, 0xe480e480u);
+  }
+
+  // A pair's bytes as the upper halves of a register's halves, with zeros below.
+  template <Pairing PAIRING>
+  PAGEDKV_DEVICE static void to_upper_halves(uint32_t four, uint32_t& low, uint32_t& high) {
+    low = byte_permute(four, 0, PAIRING == Pairing::neighbours ? 0x1404 : 0x2404);
+    high = byte_permute(four, 0, PAIRING == Pairing::neighbours ? 0x3424 : 0x3414);
+  }
+
+  // float8_e5m2 is the upper half of a float16.
+  template <Pairing PAIRING>
+  PAGEDKV_DEVICE static void widen_e5m2(uint32_t four, uint32_t& low, uint32_t& high) {
+    to_upper_halves<PAIRING>(four, low, high);
   }
 
   template <Pairing PAIRING>
-  PAGEDKV_DEVICE void convert_float8(uint32_t four, uint32_t& low, uint32_t& high) const {
+  PAGEDKV_DEVICE static void convert_e4m3(uint32_t four, uint32_t& low, uint32_t& high) {
     if constexpr (PAIRING == Pairing::transposed) four = byte_permute(four, 0, 0x3120);
-    if (is_e4m3_) {
-      low = convert_e4m3_pair(static_cast<uint16_t>(four));
-      high = convert_e4m3_pair(static_cast<uint16_t>(four >> 16));
-    } else {  // float8_e5m2 is the upper half of a float16
-      low = byte_permute(four, 0, 0x1404);
-      high = byte_permute(four, 0, 0x3424);
-    }
+    low = convert_e4m3_pair(static_cast<uint16_t>(four));
+    high = convert_e4m3_pair(static_cast<uint16_t>(four >> 16));
   }
 
+  // Exponent and mantissa move to those of float16, and a multiplication by 2 ** 8 corrects the exponent's
+  // bias, of subnormals too. That makes a number of the largest code, which is NaN.
   template <Pairing PAIRING>
-  PAGEDKV_DEVICE void widen_float8(const uint32_t (&packed)[4], uint32_t (&low)[4],
-                                   uint32_t (&high)[4]) const {
-    constexpr uint32_t LOW = PAIRING == Pairing::neighbours ? 0x1404 : 0x2404;
-    constexpr uint32_t HIGH = PAIRING == Pairing::neighbours ? 0x3424 : 0x3414;
-    uint32_t any_special = 0;
+  PAGEDKV_DEVICE static void widen_e4m3(const uint32_t (&packed)[4], uint32_t (&low)[4],
+                                        uint32_t (&high)[4]) {
+    uint32_t any_nan = 0;
     for (int i = 0; i < 4; ++i) {
-      low[i] = rescaled(byte_permute(packed[i], 0, LOW));
-      high[i] = rescaled(byte_permute(packed[i], 0, HIGH));
-      any_special |= special_codes(packed[i]);
+      to_upper_halves<PAIRING>(packed[i], low[i], high[i]);
+      low[i] = rescaled(low[i]);
+      high[i] = rescaled(high[i]);
+      any_nan |= nan_codes(packed[i]);
     }
-    if (any_special == 0) return;
+    if (any_nan == 0) return;
     for (int i = 0; i < 4; ++i) {
-      low[i] |= special_exponent(byte_permute(special_codes(packed[i]), 0, LOW));
-      high[i] |= special_exponent(byte_permute(special_codes(packed[i]), 0, HIGH));
+      uint32_t low_nans, high_nans;
+      to_upper_halves<PAIRING>(nan_codes(packed[i]), low_nans, high_nans);
+      low[i] |= low_nans - (low_nans >> 5);  // all bits of the exponent where the highest bit is set
+      high[i] |= high_nans - (high_nans >> 5);
     }
   }
 
-  // Bit 7 of each byte that holds one of the largest codes, NaN or e5m2's infinity, which rescaled() makes a
-  // number.
-  PAGEDKV_DEVICE uint32_t special_codes(uint32_t four) const {
-    return ((four & 0x7f7f7f7fu) + (is_e4m3_ ? 0x01010101u : 0x04040404u)) & 0x80808080u;
-  }
-
-  // Two float8 in the upper halves: their exponent and mantissa move to those of Query, and a multiplication
-  // corrects the exponent's bias, of subnormals too.
-  PAGEDKV_DEVICE uint32_t rescaled(uint32_t pair) const {
+  PAGEDKV_DEVICE static uint32_t rescaled(uint32_t pair) {
     const uint32_t sign = pair & 0x80008000u, magnitude = pair & 0x7f007f00u;
-    if constexpr (IS_BFLOAT16) {
-      const uint32_t shifted = is_e4m3_ ? magnitude >> 4 : magnitude >> 3;
-      const uint32_t factor = is_e4m3_ ? 0x7b807b80u : 0x77807780u;  // 2 ** 120, 2 ** 112
-      return fma_pairs<Query>(sign | shifted, factor, 0x80008000u);
-    } else {
-      if (!is_e4m3_) return pair;
-      return fma_pairs<Query>(sign | magnitude >> 1, 0x5c005c00u, 0x80008000u);  // 2 ** 8
-    }
+    return fma_float16_pairs(sign | magnitude >> 1, 0x5c005c00u, 0x80008000u);
   }
 
-  // All bits of the exponent, in each half whose highest bit is set.
-  PAGEDKV_DEVICE static uint32_t special_exponent(uint32_t high_bits) {
-    return high_bits - (high_bits >> (IS_BFLOAT16 ? 8 : 5));
+  // Bit 7 of each byte that holds NaN.
+  PAGEDKV_DEVICE static uint32_t nan_codes(uint32_t four) {
+    return ((four & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
   }
 
   bool is_int8_, is_e4m3_;

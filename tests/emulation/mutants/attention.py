@@ -83,8 +83,8 @@ def float32_race(name: str, text: str, replacement: str) -> Mutant:
 BARRIERS = [
     decode_race(
         "no barrier before query and masks are read",
-        "rows.fill_rows(query_rows(), Tile::ROWS);\n    __syncthreads();",
-        "rows.fill_rows(query_rows(), Tile::ROWS);",
+        "load_rows();\n    __syncthreads();\n    tree_begin_",
+        "load_rows();\n    tree_begin_",
     ),
     decode_race(
         "no __syncwarp before keys are read",
@@ -151,8 +151,8 @@ BARRIERS = [
     ),
     prefill(
         "no barrier before the query is read",
-        "rows.load_query(shared_ + Tile::query_at(tile_rows), tile_rows);\n    __syncthreads();",
-        "rows.load_query(shared_ + Tile::query_at(tile_rows), tile_rows);",
+        "load_rows();\n    __syncthreads();\n    find_warp_keys();",
+        "load_rows();\n    find_warp_keys();",
         report=RACE,
     ),
     prefill(
@@ -182,8 +182,8 @@ BARRIERS = [
     ),
     prefill(
         "no barrier before the state is read",
-        "write_state(acc, max, max + tile_rows);\n    __syncthreads();",
-        "write_state(acc, max, max + tile_rows);",
+        "write_state(acc, max, max + PREFILL_ROWS);\n    __syncthreads();",
+        "write_state(acc, max, max + PREFILL_ROWS);",
         report=RACE,
     ),
     float32_race(
@@ -221,29 +221,29 @@ ASYNC_COPIES = [
     ),
     decode(
         "copies keys that have no block",
-        "offset >= 0 && first < dim);",
-        "first < dim);",
+        "has_chunk && source != nullptr);",
+        "has_chunk);",
         build="asan",
         report=r"cp.async: source \S+ is not aligned|AddressSanitizer",
     ),
     decode(
         "inverted: copies the keys that have no block",
-        "offset >= 0 && first < dim);",
-        "offset < 0 && first < dim);",
+        "has_chunk && source != nullptr);",
+        "has_chunk && source == nullptr);",
         build="asan",
         report=r"cp.async: source \S+ is not aligned|AddressSanitizer",
     ),
     decode(
         "keys before the window are copied",
-        "is_wanted &= token >= chunk_.keys.begin && token < chunk_.keys.end;",
-        "is_wanted &= token < chunk_.keys.end;",
+        "is_wanted && token >= keys_.begin && token < keys_.end",
+        "is_wanted && token < keys_.end",
         test="traffic_reads_visible_keys_alone",
         report=r"num_bytes ==",
     ),
     prefill(
         "a tile's tail is copied past the sequence's end",
-        "is_wanted &= token >= chunk_.keys.begin && token < chunk_.keys.end;",
-        "is_wanted &= token >= chunk_.keys.begin;",
+        "is_wanted && token >= keys_.begin && token < keys_.end",
+        "is_wanted && token >= keys_.begin",
     ),
 ]
 
@@ -260,13 +260,13 @@ FRAGMENTS = [
     ),
     decode(
         "the weights' two registers swapped",
-        "b[nt][0] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));\n      b[nt][1] =",
-        "b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][0], weight[nt][1]));\n      b[nt][0] =",
+        "b[nt][0] = movmatrix_trans(pack2<Element>(weight[nt][0], weight[nt][1]));\n      b[nt][1] =",
+        "b[nt][1] = movmatrix_trans(pack2<Element>(weight[nt][0], weight[nt][1]));\n      b[nt][0] =",
     ),
     decode(
         "weights not transposed",
-        "b[nt][1] = movmatrix_trans(pack2<Query>(weight[nt][2], weight[nt][3]));",
-        "b[nt][1] = pack2<Query>(weight[nt][2], weight[nt][3]);",
+        "b[nt][1] = movmatrix_trans(pack2<Element>(weight[nt][2], weight[nt][3]));",
+        "b[nt][1] = pack2<Element>(weight[nt][2], weight[nt][3]);",
     ),
     decode(
         "matrices of keys in another order",
@@ -285,12 +285,23 @@ FRAGMENTS = [
     ),
     prefill(
         "halves of a weight swapped",
-        "pack2<Query>(part[i % 2 * 2], part[i % 2 * 2 + 1]);",
-        "pack2<Query>(part[i % 2 * 2 + 1], part[i % 2 * 2]);",
+        "pack2<Element>(part[i % 2 * 2], part[i % 2 * 2 + 1]);",
+        "pack2<Element>(part[i % 2 * 2 + 1], part[i % 2 * 2]);",
     ),
 ]
 
 MASKS_AND_INDICES = [
+    decode(
+        "a float16 query is not scaled back",
+        "if constexpr (IS_CONVERTED) scale_[nt][e] *=",
+        "if constexpr (false) scale_[nt][e] *=",
+    ),
+    decode(
+        "a tile's keys have the blocks of the one after it",
+        "has_block_ >> (Tile::SLOTS - 1) / 2 * 16",
+        "has_block_ >> 0",
+        test="attention_hole",
+    ),
     decode(
         "keys that the first row sees count as seen by all",
         "return {last.mask.begin, min_of(",
@@ -321,22 +332,22 @@ MASKS_AND_INDICES = [
     ),
     decode(
         "unguarded look-up of a page",
-        "static_cast<int>(block_of_token(p_, chunk_.piece.seq_idx, token))",
-        "p_.block_tables[chunk_.piece.seq_idx * p_.block_tables_seq_stride + token / p_.block_size]",
+        "? block_of_entry(p_, table_, entry)",
+        "? table_[entry]",
         test="attention_hole",
         build="asan",
         report="AddressSanitizer",
     ),
     decode(
         "offset of a row in 32 bits",
-        "return cache_offset(strides, block_,",
-        "return (int)cache_offset(strides, block_,",
+        "cache_offset(strides, block_,",
+        "(int)cache_offset(strides, block_,",
         test="huge_cache",
     ),
     decode(
         "rows of KV head 0 for every head",
-        "block_, token_in_block_, chunk_.piece.kv_head_idx);",
-        "block_, token_in_block_, 0);",
+        "block_, token_in_block_, kv_head_idx_)",
+        "block_, token_in_block_, 0)",
     ),
     decode(
         "scale of KV head 0 for every head",
