@@ -1,7 +1,7 @@
-"""Every kernel once or more on small shapes, compared with the CPU: `python tests/small_set.py [device [step]]`.
+"""Every kernel on small shapes, compared with the CPU: `python tests/small_set.py [device [step]]`.
 
-With a step every step-th call alone. For tools that slow a program down a hundredfold, such as compute-sanitizer,
-and as a first look at a card.
+With a step every step-th call alone. For tools that slow a program down a hundredfold, such as
+compute-sanitizer, and as a first look at a card.
 """
 
 from __future__ import annotations
