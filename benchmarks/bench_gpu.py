@@ -95,7 +95,9 @@ def stages(out: Path) -> list[Stage]:
             [python, "tests/fuzz_cache.py", "1", "cpu"],
         ),
         Stage("memcheck", 40, [sanitizer, "--tool", "memcheck", "--error-exitcode", "1", *small, "cuda"]),
-        Stage("racecheck", 40, [sanitizer, "--tool", "racecheck", "--error-exitcode", "1", *small, "cuda"]),
+        Stage(
+            "racecheck", 40, [sanitizer, "--tool", "racecheck", "--error-exitcode", "1", *small, "cuda", "8"]
+        ),
     ]
 
 

@@ -128,7 +128,6 @@ class DecodeCta {
     tiles_begin_ = begin + skipped * TILE_TOKENS;
     fold_end_ = min_of(begin + chunk_.fold_keys, chunk_.keys.end);
     num_tiles_ = tiles_begin_ < fold_end_ ? (fold_end_ - tiles_begin_ + TILE_TOKENS - 1) / TILE_TOKENS : 0;
-    is_in_slices_ = p_.block_size % WARP_TOKENS == 0 && tiles_begin_ % WARP_TOKENS == 0;
     state_.clear();
     pages_.look_up(my_token(0), my_token(0) < fold_end_);
     // The ring alternates K and V: entry 2 t is K of tile t, entry 2 t + 1 its V.
@@ -168,14 +167,6 @@ class DecodeCta {
   // The key of a tile whose row lanes 0 to 15, and 16 to 31 once more, find.
   PAGEDKV_DEVICE int my_token(int tile) const { return token_of(tile) + lane_ % WARP_TOKENS; }
 
-  // The rows of the tile that began last.
-  PAGEDKV_DEVICE void copy_tile(const void* cache, const CacheStrides& strides, int64_t row_dim,
-                                unsigned char* slot) {
-    copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
-        launch_.cache_rows_are_aligned, is_in_slices_, has_block_ & 0xffffu,
-        pages_.template row<CACHE_BYTES>(cache, strides), strides.token * CACHE_BYTES, row_dim, slot);
-  }
-
   // Starts the copies of a ring entry.
   PAGEDKV_DEVICE void issue(int entry) {
     const int tile = entry / 2;
@@ -184,9 +175,14 @@ class DecodeCta {
       if (entry % 2 == 0) {
         has_block_ = has_block_ << 16 | (__ballot_sync(FULL_WARP, pages_.advance()) & 0xffffu);
         pages_.look_up(my_token(tile + 1), my_token(tile + 1) < fold_end_);
-        copy_tile(p_.key_cache, key_cache_strides(p_), p_.head_dim, slot);
+        copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
+            launch_.cache_rows_are_aligned,
+            pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)), p_.head_dim, slot);
       } else {
-        copy_tile(p_.value_cache, value_cache_strides(p_), p_.value_head_dim, slot);
+        copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
+            launch_.cache_rows_are_aligned,
+            pages_.template row<CACHE_BYTES>(p_.value_cache, value_cache_strides(p_)), p_.value_head_dim,
+            slot);
       }
     } else if (entry % 2 == 0) {
       has_block_ <<= 16;
@@ -326,7 +322,6 @@ class DecodeCta {
   float scale_[NT][2];  // of the products of rows 2q and 2q + 1
   int tree_begin_;      // from this key on a row may see one and not the one before
   int tiles_begin_, fold_end_, num_tiles_;
-  bool is_in_slices_;   // the warp's keys of a tile lie in one block
   uint32_t has_block_;  // which of the warp's 16 keys have one: of the tile that began last in the low half
   WarpState<K_STEPS, NT> state_;
 };

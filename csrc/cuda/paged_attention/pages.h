@@ -47,12 +47,10 @@ class PageCursor {
   int kv_head_idx_, next_block_, next_token_in_block_, block_, token_in_block_;
 };
 
-// A warp copies NUM_ROWS rows of one cache to shared memory, swizzled, in chunks of 16 bytes. Lane i has the
-// address of row i, and bit i of `has_row` says whether there is one; where not, and beyond row_dim, it
-// becomes zero. Those of a slice lie in one block, row_stride bytes apart.
+// A warp copies NUM_ROWS rows of one cache to shared memory, swizzled, in chunks of 16 bytes; lane i has the
+// address of row i. Rows without one, and what is beyond row_dim, become zero.
 template <int CACHE_BYTES, int D, int NUM_ROWS>
-PAGEDKV_DEVICE void copy_rows(bool rows_are_aligned, bool is_slice, uint32_t has_row,
-                              const unsigned char* row_of_lane, int64_t row_stride, int64_t row_dim,
+PAGEDKV_DEVICE void copy_rows(bool rows_are_aligned, const unsigned char* row_of_lane, int64_t row_dim,
                               unsigned char* destination) {
   constexpr int ROW_BYTES = D * CACHE_BYTES, CHUNKS = ROW_BYTES / 16, CHUNK_ELEMENTS = 16 / CACHE_BYTES;
   const int dim = static_cast<int>(row_dim), lane_idx = threadIdx.x % WARP_THREADS;
@@ -63,7 +61,7 @@ PAGEDKV_DEVICE void copy_rows(bool rows_are_aligned, bool is_slice, uint32_t has
     for (int i = lane_idx; i < NUM_ROWS * D; i += WARP_THREADS) {
       const int row = i / D, element = i % D;
       const auto* source = reinterpret_cast<const Element*>(__shfl_sync(FULL_WARP, address, row));
-      const bool is_read = (has_row >> row & 1) != 0 && element < dim;
+      const bool is_read = source != nullptr && element < dim;
       reinterpret_cast<Element*>(
           destination + swizzled<ROW_BYTES>(row, element / CHUNK_ELEMENTS))[element % CHUNK_ELEMENTS] =
           is_read ? source[element] : Element{};
@@ -74,26 +72,13 @@ PAGEDKV_DEVICE void copy_rows(bool rows_are_aligned, bool is_slice, uint32_t has
   constexpr int ROW_STEP = WARP_THREADS / CHUNKS;
   const int first_row = lane_idx / CHUNKS, chunk = lane_idx % CHUNKS;
   const int first_at = swizzled<ROW_BYTES>(first_row, chunk);
-  const uint32_t is_read = chunk * CHUNK_ELEMENTS < dim ? has_row >> first_row : 0;
-  const auto copy_chunk = [&](int row, const unsigned char* source) {
-    const int place = ROW_BYTES >= 128 ? first_at ^ (row & 7) << 4 : first_at;
-    cp_async_16(destination + place + row * ROW_BYTES, source, (is_read >> row & 1) != 0);
-  };
-  if (is_slice) {
-    const int some_row = max_of(__ffs(static_cast<int>(has_row)) - 1, 0);
-    const auto* source = reinterpret_cast<const unsigned char*>(__shfl_sync(FULL_WARP, address, some_row)) +
-                         (first_row - some_row) * row_stride + chunk * 16;
-#pragma unroll
-    for (int row = 0; row < NUM_ROWS; row += ROW_STEP) {
-      copy_chunk(row, source);
-      source += ROW_STEP * row_stride;
-    }
-    return;
-  }
+  const bool has_chunk = chunk * CHUNK_ELEMENTS < dim;
 #pragma unroll
   for (int row = 0; row < NUM_ROWS; row += ROW_STEP) {
-    const uint64_t source = __shfl_sync(FULL_WARP, address, row + first_row);
-    copy_chunk(row, reinterpret_cast<const unsigned char*>(source) + chunk * 16);
+    const auto* source =
+        reinterpret_cast<const unsigned char*>(__shfl_sync(FULL_WARP, address, row + first_row));
+    const int place = ROW_BYTES >= 128 ? first_at ^ (row & 7) << 4 : first_at;
+    cp_async_16(destination + place + row * ROW_BYTES, source + chunk * 16, has_chunk && source != nullptr);
   }
 }
 

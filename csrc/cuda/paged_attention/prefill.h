@@ -164,16 +164,6 @@ class PrefillCta {
     return chunk_.fold_begin + tile * Tile::KEYS + warp_ * COPIED_TOKENS + lane_ % COPIED_TOKENS;
   }
 
-  // The warp's share of a tile; its keys lie in one block where that is possible, since tiles begin at
-  // multiples of TILE_TOKENS.
-  PAGEDKV_DEVICE void copy_tile(const void* cache, const CacheStrides& strides, int64_t row_dim,
-                                uint32_t has_block, int buffer_at) {
-    copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
-        launch_.cache_rows_are_aligned, p_.block_size % COPIED_TOKENS == 0, has_block,
-        pages_.template row<CACHE_BYTES>(cache, strides), strides.token * CACHE_BYTES, row_dim,
-        shared_ + buffer_at + warp_ * COPIED_TOKENS * Tile::ROW_BYTES);
-  }
-
   // Starts the copies of a tile's keys and values.
   PAGEDKV_DEVICE void issue(int tile) {
     const uint32_t has_block = __ballot_sync(FULL_WARP, pages_.advance());
@@ -182,8 +172,13 @@ class PrefillCta {
       valid(tile)[first / 8 + lane_] = static_cast<uint8_t>(has_block >> 8 * lane_);
     }
     pages_.look_up(token_of(tile + 1), true);
-    copy_tile(p_.key_cache, key_cache_strides(p_), p_.head_dim, has_block, buffer_at(tile, false));
-    copy_tile(p_.value_cache, value_cache_strides(p_), p_.value_head_dim, has_block, buffer_at(tile, true));
+    copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
+        launch_.cache_rows_are_aligned, pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)),
+        p_.head_dim, shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);
+    copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
+        launch_.cache_rows_are_aligned,
+        pages_.template row<CACHE_BYTES>(p_.value_cache, value_cache_strides(p_)), p_.value_head_dim,
+        shared_ + buffer_at(tile, true) + first * Tile::ROW_BYTES);
     cp_async_commit();
   }
 
