@@ -155,7 +155,8 @@ def write_if_different(path: Path, text: str) -> Path:
 def digest(kernel: Path) -> str:
     """Of all that the PTX of a kernel file and its translation are made from."""
     digest = hashlib.sha256(nvcc_version())
-    translator_files = [path for path in HERE.glob("*.py") if path.name not in ("run.py", "traffic.py")]
+    others = {"run.py", "traffic.py", "ptx_library.py", "test_instructions.py", "test_mistakes.py"}
+    translator_files = [path for path in HERE.glob("*.py") if path.name not in others]
     for path in sorted([*included_files(kernel), *translator_files, emulated.ROOT / "setup.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()

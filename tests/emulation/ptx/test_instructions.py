@@ -351,3 +351,16 @@ def test_architectures_are_those_that_the_code_asks_for(tmp_path: Path) -> None:
     assert build.architectures_of(kernel) == [80, 89]
     kernel.write_text("#if defined(__CUDA_ARCH__)\n#endif\n")
     assert build.architectures_of(kernel) == [80]
+
+
+def test_later_architecture_has_the_kernels_that_differ(tmp_path: Path) -> None:
+    def make(architecture: int, symbol: str, line: int, statement: str) -> build.Entry:
+        source = f"{symbol}.{architecture}.cpp"
+        entry = build.Entry("file", f"{symbol}_kernel", "Launch", 8, architecture, 128, symbol, source)
+        place = f'#line {line} "file.{architecture}.ptx"'
+        (tmp_path / source).write_text(f"void {entry.function}() {{\n{place}\n{statement}\n}}\n")
+        return entry
+
+    same, other = make(80, "same", 1, "a = 1;"), make(80, "other", 2, "a = 1;")
+    entries = [same, other, make(89, "same", 3, "a = 1;"), make(89, "other", 4, "a = 2;")]
+    assert build.without_repetitions(entries, tmp_path) == [same, other, entries[3]]
