@@ -224,14 +224,14 @@ ASYNC_COPIES = [
         "has_chunk && source != nullptr);",
         "has_chunk);",
         build="asan",
-        report=r"cp.async: source \S+ is not aligned|AddressSanitizer",
+        report=r"cp.async: source \S+ is not aligned|null pointer|AddressSanitizer",
     ),
     decode(
         "inverted: copies the keys that have no block",
         "has_chunk && source != nullptr);",
         "has_chunk && source == nullptr);",
         build="asan",
-        report=r"cp.async: source \S+ is not aligned|AddressSanitizer",
+        report=r"cp.async: source \S+ is not aligned|null pointer|AddressSanitizer",
     ),
     decode(
         "keys before the window are copied",
