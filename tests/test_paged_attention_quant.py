@@ -56,7 +56,7 @@ def test_scales_ignored_on_one_path(
 def test_bfloat16_query_of_any_magnitude(
     backend: Backend, magnitude: float, cache_dtype: torch.dtype, query_lens: list[int] | None
 ) -> None:
-    """Also where it goes through float16, which has fewer exponents; rows of zeros and small ones among it."""
+    """Also where it goes through float16, which has fewer exponents; zeros and a small row beside it."""
     case = build_case(
         [70, 9, 40],
         query_lens,
