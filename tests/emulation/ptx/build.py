@@ -28,11 +28,11 @@ from . import parser, translator
 
 HERE = Path(__file__).resolve().parent
 FIRST_ARCHITECTURE = 80
-# -O1: at -O0 the many small functions take longer to compile and ten times as long to run. Registers that are
-# declared and not used are the rule in PTX.
+# -Og: -O1 takes twice as long to compile; at -O0 the many small functions take ten times as long to run.
+# Registers that are declared and not used are the rule in PTX.
 FLAGS = [
     *(flag for flag in emulated.FLAGS if flag not in ("-O2", "-Wall")),
-    "-O1",
+    "-Og",
     "-fwrapv",
     "-Wall",
     "-Wno-unused-variable",
@@ -53,6 +53,7 @@ class Entry:
     architecture: int
     max_threads: int
     symbol: str  # its mangled name
+    source: str  # the C++ file of its translation
 
     @property
     def function(self) -> str:
@@ -183,18 +184,47 @@ def generate(kernel: Path, architecture: int, directory: Path) -> list[Entry]:
     module = parser.parse(ptx.read_text(), ptx.name, str(emulated.ROOT))
     entries = []
     signatures = demangle([entry.name for entry in module.entries])
-    for i, (function, signature) in enumerate(zip(module.entries, signatures, strict=True)):
+    for idx, (function, signature) in enumerate(zip(module.entries, signatures, strict=True)):
         name, _, params = signature.removesuffix(")").partition("(")
         if len(function.parameters) != 1:
             raise parser.PtxError(f"{function.location}: {name}: a kernel takes one parameter")
-        num_bytes, max_threads = function.parameters[0].num_bytes, function.max_threads
-        entry = Entry(stem(kernel), name, params, num_bytes, architecture, max_threads, function.name)
+        entry = Entry(
+            file=stem(kernel),
+            kernel=name,
+            params=params,
+            num_bytes=function.parameters[0].num_bytes,
+            architecture=architecture,
+            max_threads=function.max_threads,
+            symbol=function.name,
+            source=f"{stem(kernel)}.{architecture}.{idx}.cpp",
+        )
         text = translator.translate(module, {entry.function: function}, ptx.name)
-        write_if_different(directory / f"{stem(kernel)}.{architecture}.{i}.cpp", text)
+        write_if_different(directory / entry.source, text)
         entries.append(entry)
     written = {"digest": digest(kernel), "entries": [asdict(entry) for entry in entries]}
     stamp(kernel, architecture, directory).write_text(json.dumps(written))
     return entries
+
+
+def code(entry: Entry, directory: Path) -> str:
+    """The translation of an entry without what names its architecture and its place in the PTX."""
+    text = re.sub(r"^(//|#line).*\n", "", (directory / entry.source).read_text(), flags=re.MULTILINE)
+    return text.replace(entry.function, "")
+
+
+def without_repetitions(entries: list[Entry], directory: Path) -> list[Entry]:
+    """The entries of a kernel file that are not, word for word, those of an earlier architecture.
+
+    On a later architecture the emulator runs the last version that there is of a kernel.
+    """
+    versions: dict[str, str] = {}
+    kept = []
+    for entry in entries:
+        text = code(entry, directory)
+        if versions.get(entry.symbol) != text:
+            versions[entry.symbol] = text
+            kept.append(entry)
+    return kept
 
 
 def registration(kernel: Path, entries: list[Entry]) -> str:
@@ -240,15 +270,16 @@ def generate_all(directory: Path) -> tuple[list[Entry], list[Path]]:
             made = pool.map(generate, *zip(*missing, strict=True), [directory] * len(missing))
             of_job = dict(zip(missing, made, strict=True))
         results = [of_job.get(job, result) for job, result in zip(jobs, results, strict=True)]
-    of_file = {job: result or [] for job, result in zip(jobs, results, strict=True)}
+    all_entries = []
     sources = []
     for kernel in emulated.kernel_files():
-        entries = [entry for job, of_job in of_file.items() if job[0] == kernel for entry in of_job]
+        of_kernel = [result or [] for job, result in zip(jobs, results, strict=True) if job[0] == kernel]
+        entries = without_repetitions([entry for entries in of_kernel for entry in entries], directory)
         text = registration(kernel, entries)
         sources.append(write_if_different(directory / f"{stem(kernel)}.kernels.cpp", text))
-    for (kernel, architecture), entries in of_file.items():
-        sources += [directory / f"{stem(kernel)}.{architecture}.{i}.cpp" for i in range(len(entries))]
-    return [entry for entries in of_file.values() for entry in entries], sources
+        sources += [directory / entry.source for entry in entries]
+        all_entries += entries
+    return all_entries, sources
 
 
 @functools.cache

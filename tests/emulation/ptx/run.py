@@ -53,11 +53,12 @@ def main(arguments: list[str]) -> int:
         flush=True,
     )
     status = 0
-    with tempfile.NamedTemporaryFile(suffix=".launches") as record:
+    with tempfile.NamedTemporaryFile(suffix=".launches") as own_record:
+        record = Path(os.environ.get("PAGEDKV_EMULATOR_LAUNCHES", own_record.name))
         for architecture in sorted({entry.architecture for entry in entries}):
             files = test_files([entry for entry in entries if entry.architecture == architecture])
-            status = run_tests(architecture, files, Path(record.name), arguments) or status
-        executed = set(Path(record.name).read_text().splitlines())
+            status = run_tests(architecture, files, record, arguments) or status
+        executed = set(record.read_text().splitlines())
     missing = [entry for entry in entries if f"ptx_{entry.architecture} {entry.symbol}" not in executed]
     for architecture in sorted({entry.architecture for entry in entries}):
         total, not_run = (sum(e.architecture == architecture for e in some) for some in (entries, missing))

@@ -157,7 +157,8 @@ WARP_KERNELS = {
     "redux": "redux.sync.add.u32 %d, %t, -1;",
     "match": "and.b32 %d, %t, 1; match.any.sync.b32 %d, %d, -1;",
     "lanemask": "mov.u32 %d, %lanemask_lt;",
-    "count": "setp.lt.u32 %p, %t, 7; bar.red.popc.u32 %d, 0, %p;",
+    "count": """griddepcontrol.wait; setp.lt.u32 %p, %t, 7; bar.red.popc.u32 %d, 0, %p;
+        griddepcontrol.launch_dependents;""",
     "shared": """mov.u32 %r1, shared; shl.b32 %r2, %t, 2; add.s32 %r3, %r1, %r2; st.shared.u32 [%r3], %t;
         bar.sync 0; xor.b32 %r2, %r2, 124; add.s32 %r3, %r1, %r2; ld.shared.u32 %d, [%r3+0];""",
     "generic": """mov.u64 %rd1, shared; cvta.shared.u64 %rd1, %rd1; mul.wide.u32 %rd2, %t, 4;

@@ -70,17 +70,12 @@ def link_with(object_file: Path, entry: build.Entry) -> Path:
         ["ninja", "-t", "commands", "pagedkv_emulated.so"],
         cwd=library_directory, capture_output=True, text=True, check=True,
     ).stdout.splitlines()[-1]  # fmt: skip
-    originals = [
-        path.stem
-        for path in library_directory.glob(f"{entry.file}.{entry.architecture}.*.cpp")
-        if f"void {entry.function}(" in path.read_text()
-    ]
     library = object_file.with_name("pagedkv_emulated.so")
     words = []
     for word in command.split():
         if word == "pagedkv_emulated.so":
             word = str(library)
-        elif word.removesuffix(".o") in originals:
+        elif word == Path(entry.source).with_suffix(".o").name:
             word = str(object_file)
         words.append(word)
     assert str(object_file) in words

@@ -116,6 +116,14 @@ def _barrier(instruction: Instruction, names: Names) -> str:
     return f"bar({names.read(barrier, 'u32')}, false);"
 
 
+@handles("griddepcontrol")
+def _order_of_grids(instruction: Instruction, names: Names) -> str:
+    """Nothing, since a grid starts when the one before has ended."""
+    take(instruction, "wait", "launch_dependents")
+    operands(instruction, 0)
+    return ""
+
+
 # ---- Control flow ---------------------------------------------------------------------------------------
 
 
