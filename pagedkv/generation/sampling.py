@@ -7,11 +7,27 @@ from torch import Tensor
 
 from pagedkv.generation.requests import Sampling
 
+_PIECE = 256  # of a row of logits
+
 
 def greedy_tokens(logits: Tensor) -> list[int]:
-    """The likeliest token of each row of `[num_rows, vocab_size]`; of equal ones the first."""
-    tokens: list[int] = logits.max(-1).indices.tolist()  # several times faster than argmax in bfloat16
+    """The likeliest token of each row of `[num_rows, vocab_size]`; of equal ones the first.
+
+    torch finds largest values faster than their places, so first the piece of a row is found. And in bfloat16
+    max is several times faster than argmax.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size % _PIECE != 0 or num_rows == 0:
+        return _places(logits).tolist()
+    pieces = logits.reshape(num_rows, -1, _PIECE)
+    piece_idxs = _places(pieces.amax(-1))
+    token_idxs = _places(pieces[torch.arange(num_rows, device=logits.device), piece_idxs])
+    tokens: list[int] = (piece_idxs * _PIECE + token_idxs).tolist()
     return tokens
+
+
+def _places(rows: Tensor) -> Tensor:
+    return rows.max(-1).indices
 
 
 def draw_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
