@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,8 +63,8 @@ def draw_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
 def log_probability(logits: Tensor, token_id: int) -> float:
     """Log-probability of a token under `[vocab_size]` logits.
 
-    One row at a time: in a batch torch takes the logarithms of several rows at once, and rounds those at its
-    end differently.
+    Not by torch, whose logsumexp rounds by how rows and threads share the work.
     """
-    row = logits.float()
-    return float(row[token_id] - row.logsumexp(-1))
+    row = logits.float().cpu().numpy().astype(np.float64)
+    largest = row.max()
+    return float(row[token_id] - largest - np.log(np.exp(row - largest).sum()))
