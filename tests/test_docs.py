@@ -108,6 +108,10 @@ class Tokenizer:
             {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
         )
 
+    def decode(self, ids: list[int], **options: object) -> str:
+        """A letter a token."""
+        return "".join(chr(64 + token) for token in ids)
+
     def batch_decode(self, ids: torch.Tensor, **options: object) -> list[str]:
         """A letter a token."""
         return ["".join(chr(64 + int(token)) for token in row) for row in ids]

@@ -107,7 +107,7 @@ def test_a_long_prompt_does_not_stop_the_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_with_split_size_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_with_split_size_bits_do_not_depend_on_batch_or_threads(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     # torch rounds the ends of rows differently where widths are not multiples of 64.
     config = transformers.LlamaConfig(**{**SIZES, "intermediate_size": 128})
@@ -121,11 +121,18 @@ def test_with_split_size_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> 
         generator = Generator(runner, runner.cache, max_batch_tokens=budget, reserve=0.0)
         return [request.completions[0] for request in generator.generate(prompts, **options)]
 
-    for runner in (ragged, llama):
-        together = run(PROMPTS, runner, 29)
-        alone = [run([prompt], runner, 512)[0] for prompt in PROMPTS]
-        assert together == alone
-        assert len(alone[0].logprobs) == NUM_TOKENS
+    num_threads = torch.get_num_threads()
+    try:
+        for runner in (ragged, llama):
+            torch.set_num_threads(1)
+            together = run(PROMPTS, runner, 29)
+            alone = [run([prompt], runner, 512)[0] for prompt in PROMPTS]
+            assert together == alone
+            assert len(alone[0].logprobs) == NUM_TOKENS
+            torch.set_num_threads(2)
+            assert run(PROMPTS, runner, 64) == alone
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 # Prefixes and forks

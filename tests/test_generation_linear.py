@@ -31,6 +31,9 @@ def test_values(packing: str, dtype: torch.dtype, bias: bool) -> None:
     for shape in ((1, 40), (5, 40), (2, 3, 40), (70, 40)):
         x = torch.randn(shape, dtype=dtype)
         torch.testing.assert_close(packed(x), layer(x))
+        residual = torch.randn(*shape[:-1], 24, dtype=dtype)
+        expected = (layer(x).float() + residual.float()).to(dtype)
+        torch.testing.assert_close(packed(x, residual), expected, rtol=1.6e-2, atol=1e-2)  # rounded once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,11 +45,13 @@ def test_rows_have_the_same_bits_in_every_batch(
     weight = torch.randn(shape, generator=generator).to(dtype)
     x = torch.randn(131, shape[1], generator=generator).to(dtype)
     layer = PackedLinear(weight, reproducible=True)
-    expected = layer(x)
+    residual = torch.randn(131, shape[0], generator=generator).to(dtype)
+    expected, added = layer(x), layer(x, residual)
     for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33, 64, 130):
         for begin in (0, 1, 131 - num_rows):
             rows = slice(begin, begin + num_rows)
             assert torch.equal(layer(x[rows]), expected[rows]), (num_rows, begin)
+            assert torch.equal(layer(x[rows], residual[rows]), added[rows]), (num_rows, begin)
 
 
 def test_why_plain_layers_are_not_enough() -> None:

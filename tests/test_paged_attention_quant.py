@@ -50,6 +50,29 @@ def test_scales_ignored_on_one_path(
     assert lse[-1].tolist() == pytest.approx([score + math.log(11)] * 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("query_lens", [None, [1, 1, 40]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("cache_dtype", QUANTIZED_DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-7, 1e5, 1e30])
+def test_bfloat16_query_of_any_magnitude(
+    backend: Backend, magnitude: float, cache_dtype: torch.dtype, query_lens: list[int] | None
+) -> None:
+    """Also where it goes through float16, which has fewer exponents; zeros and a small row beside it."""
+    case = build_case(
+        [70, 9, 40],
+        query_lens,
+        dtype=torch.bfloat16,
+        device=backend.device,
+        cache_dtype=cache_dtype,
+        k_scale=0.05,
+        v_scale=0.3,
+        softmax_scale=0.25 / magnitude,
+    )
+    case.query.mul_(magnitude)
+    case.query[0, 0].fill_(0.0)
+    case.query[0, 1].mul_(1e-3)
+    check_attention(backend, case)
+
+
 @pytest.mark.parametrize("form", ["float", "per head", "one float, one per head"])
 @pytest.mark.parametrize("cache_dtype", QUANTIZED_DTYPES, ids=dtype_name)
 def test_scale_forms(backend: Backend, cache_dtype: torch.dtype, form: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import CONFIGS, SIZES, WINDOW, generate, logits, make_cache, make_model, prompts
+from small_models import CONFIGS, SIZES, WINDOW, generate, logits, make_cache, make_model, named, prompts
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
@@ -108,7 +108,7 @@ def test_training_is_an_error() -> None:
     model.set_attn_implementation("pagedkv")
     cache = make_cache(model)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
-        model(**prompts(), cache=cache)
+        model(**named(**prompts(), cache=cache))
     # What broke off is forgotten.
     inputs = prompts((21, 20, 3))
     expected = logits(model, "pagedkv", **inputs, cache=make_cache(model))

@@ -5,6 +5,7 @@
 #include "common/dispatch.h"
 #include "common/online_softmax.h"
 #include "cpu/parallel.h"
+#include "cpu/vector_clones.h"
 #include "ops.h"
 
 namespace pagedkv::cpu {
@@ -14,7 +15,7 @@ namespace {
 constexpr int64_t MIN_TOKENS_PER_THREAD = 16;
 
 template <class T>
-void merge_row(const MergeAttnStatesParams& p, int64_t token_idx, int64_t head_idx) {
+PAGEDKV_VECTOR_CLONES void merge_row(const MergeAttnStatesParams& p, int64_t token_idx, int64_t head_idx) {
   const auto* out_a =
       static_cast<const T*>(p.out_a) + token_idx * p.out_a_token_stride + head_idx * p.out_a_head_stride;
   const auto* out_b =

@@ -10,6 +10,7 @@
 #include "common/paging.h"
 #include "cpu/parallel.h"
 #include "cpu/store_row.h"
+#include "cpu/vector_clones.h"
 #include "ops.h"
 
 namespace pagedkv::cpu {
@@ -20,7 +21,8 @@ constexpr int64_t MIN_TOKENS_PER_TASK = 16;
 
 // rotated[0, head_dim) = the float32 rotation of `row` for the angles at `position`.
 template <class Input, class Table>
-void rotate_row(const RopeAndCacheParams& p, const Input* row, int64_t position, float* rotated) {
+PAGEDKV_VECTOR_CLONES void rotate_row(const RopeAndCacheParams& p, const Input* row, int64_t position,
+                                      float* rotated) {
   const auto* cos = static_cast<const Table*>(p.cos) + position * p.cos_position_stride;
   const auto* sin = static_cast<const Table*>(p.sin) + position * p.sin_position_stride;
   const int64_t half = p.rotary_dim / 2;
@@ -39,6 +41,12 @@ void rotate_row(const RopeAndCacheParams& p, const Input* row, int64_t position,
   for (int64_t i = p.rotary_dim; i < p.write.head_dim; ++i) rotated[i] = to_float(row[i]);
 }
 
+// row[0, size) = rotated[0, size), rounded.
+template <class T>
+PAGEDKV_VECTOR_CLONES void round_row(const float* rotated, T* row, int64_t size) {
+  for (int64_t i = 0; i < size; ++i) row[i] = from_float<T>(rotated[i]);
+}
+
 template <class Input, class Table>
 void rotate_query(const RopeAndCacheParams& p) {
   parallel_for(p.num_positions, MIN_TOKENS_PER_TASK, [&](int64_t token_idx) {
@@ -47,7 +55,7 @@ void rotate_query(const RopeAndCacheParams& p) {
       Input* row =
           static_cast<Input*>(p.query) + token_idx * p.query_token_stride + head_idx * p.query_head_stride;
       rotate_row<Input, Table>(p, row, p.positions[token_idx], rotated.data());
-      for (int64_t i = 0; i < p.rotary_dim; ++i) row[i] = from_float<Input>(rotated[i]);
+      round_row(rotated.data(), row, p.rotary_dim);
     }
   });
 }
@@ -66,11 +74,12 @@ void write_token(const RopeAndCacheParams& p, int64_t token_idx, int64_t slot, f
     auto* value_row = static_cast<Cache*>(w.value_cache) +
                       cache_offset(value_cache_strides(w), block, token_in_block, kv_head_idx);
     rotate_row<Input, Table>(p, key, p.positions[token_idx], rotated);
-    const float k_scale = scale_of(w.k_scale, w.k_scale_value, kv_head_idx);
-    for (int64_t i = 0; i < w.head_dim; ++i) {
-      // Quantised caches divide the float32 rotation: rounded once, from float32 to the cache's dtype.
-      key_row[i] = from_float<Cache>(is_quantised_v<Cache> ? rotated[i] / k_scale : rotated[i]);
+    if constexpr (is_quantised_v<Cache>) {
+      // The float32 rotation is divided: rounded once, from float32 to the cache's dtype.
+      const float k_scale = scale_of(w.k_scale, w.k_scale_value, kv_head_idx);
+      for (int64_t i = 0; i < w.head_dim; ++i) rotated[i] /= k_scale;
     }
+    round_row(rotated, key_row, w.head_dim);
     store_row(value, value_row, w.value_head_dim, scale_of(w.v_scale, w.v_scale_value, kv_head_idx), false);
   }
 }

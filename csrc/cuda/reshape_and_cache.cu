@@ -1,9 +1,9 @@
 // cache[slot_mapping[i]] = round(row i / scale).
 //
-// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece) of the token's
-// keys, then its values. Bytes: each row is read and written once, the slots once per CTA: it looks for later
-// rows that name one of its slots and leaves those tokens out, so that of several rows one whole row ends in
-// the slot. A slot outside the cache is skipped.
+// Work: a CTA takes tokens_per_cta tokens, each of its groups one at a time; a group's threads run over
+// (head, 16-byte piece) of the token's keys, then its values. Bytes: each row is read and written once, the
+// slots once per CTA: it looks for later rows that name one of its slots and leaves those tokens out, so that
+// of several rows one whole row ends in the slot. A slot outside the cache is skipped.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
 #include "cuda/slots.h"
@@ -20,7 +20,8 @@ struct Launch {
 };
 
 template <class Input, class Cache>
-PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t slot) {
+PAGEDKV_DEVICE void write_token(const Launch& launch, const TokenGroup& group, int64_t token_idx,
+                                int64_t slot) {
   const ReshapeAndCacheParams& p = launch.p;
   const int64_t block = slot / p.block_size, token_in_block = slot % p.block_size;
   const auto* key = static_cast<const Input*>(p.key) + token_idx * p.key_token_stride;
@@ -35,7 +36,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
     }
   };
   move_rows<Input, Cache>(
-      launch.keys_aligned, p.num_kv_heads, p.head_dim, threadIdx.x, WRITE_CTA_THREADS,
+      launch.keys_aligned, p.num_kv_heads, p.head_dim, group.lane, group.size,
       [&](int64_t kv_head_idx) { return key + kv_head_idx * p.key_head_stride; },
       [&](int64_t kv_head_idx) {
         return key_cache + cache_offset(key_cache_strides(p), block, token_in_block, kv_head_idx);
@@ -44,7 +45,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
         return store(scale_of(p.k_scale, p.k_scale_value, kv_head_idx), element);
       });
   move_rows<Input, Cache>(
-      launch.values_aligned, p.num_kv_heads, p.value_head_dim, threadIdx.x, WRITE_CTA_THREADS,
+      launch.values_aligned, p.num_kv_heads, p.value_head_dim, group.lane, group.size,
       [&](int64_t kv_head_idx) { return value + kv_head_idx * p.value_head_stride; },
       [&](int64_t kv_head_idx) {
         return value_cache + cache_offset(value_cache_strides(p), block, token_in_block, kv_head_idx);
@@ -63,14 +64,16 @@ __global__ void __launch_bounds__(WRITE_CTA_THREADS, 2) reshape_and_cache_kernel
   const int64_t token_begin = blockIdx.x * launch.tokens_per_cta;
   const int64_t num_tokens = min_of(launch.tokens_per_cta, p.num_tokens - token_begin);
   find_slots(p, token_begin, num_tokens, slots);
-  for (int64_t i = 0; i < num_tokens; ++i) {
+  const TokenGroup group(launch.tokens_per_cta);
+  for (int64_t i = group.idx; i < num_tokens; i += group.num_groups) {
     const int64_t slot = slots.writable(p, i);
     if (slot < 0) continue;
     if constexpr (is_quantised_v<Cache>) {
-      with_float_dtype(p.input_dtype,
-                       [&]<class Input>() { write_token<Input, Cache>(launch, token_begin + i, slot); });
+      with_float_dtype(p.input_dtype, [&]<class Input>() {
+        write_token<Input, Cache>(launch, group, token_begin + i, slot);
+      });
     } else {
-      write_token<Cache, Cache>(launch, token_begin + i, slot);
+      write_token<Cache, Cache>(launch, group, token_begin + i, slot);
     }
   }
 }

@@ -2,10 +2,10 @@
 // rounded once (Su et al. 2021, "RoFormer", section 3.2). Query rows are rotated in place, key rows on their
 // way into the cache; value rows go along.
 //
-// Work: a CTA takes tokens_per_cta tokens in turn; its threads run over (head, 16-byte piece of the first
-// halves). Bytes: every row of query, key and value is read and written once; cos and sin once per head, from
-// the L1 cache. A token whose position is outside cos and sin is left alone, a slot outside the cache is
-// skipped.
+// Work: a CTA takes tokens_per_cta tokens, each of its groups one at a time; a group's threads run over
+// (head, 16-byte piece of the first halves). Bytes: every row of query, key and value is read and written
+// once; cos and sin once per head, from the L1 cache. A token whose position is outside cos and sin is left
+// alone, a slot outside the cache is skipped.
 #include "common/dispatch.h"
 #include "cuda/rows.h"
 #include "cuda/slots.h"
@@ -30,14 +30,15 @@ PAGEDKV_DEVICE float angle(const void* table, DType dtype, DType input_dtype, in
 // Rotates num_rows rows of one token, N pairs at a time: from_row and to_row turn a head into a pointer,
 // store(head, x) turns a rotated element into one of To. Elements past rotary_dim pass through.
 template <bool INTERLEAVED, int N, class From, class To, class FromRow, class ToRow, class Store>
-PAGEDKV_DEVICE void rotate_packs(const RopeAndCacheParams& p, int64_t position, int64_t num_rows,
-                                 FromRow&& from_row, ToRow&& to_row, Store&& store) {
-  const int64_t half = p.rotary_dim / 2, rest = p.write.head_dim - p.rotary_dim;
-  const int64_t units = half / N;
-  for (int64_t i = threadIdx.x; i < num_rows * units; i += WRITE_CTA_THREADS) {
-    const int64_t row = i / units, pair = i % units * N;
-    const int64_t first_at = INTERLEAVED ? 2 * pair : pair,
-                  second_at = INTERLEAVED ? 2 * pair + N : pair + half;
+PAGEDKV_DEVICE void rotate_packs(const RopeAndCacheParams& p, const TokenGroup& group, int64_t position,
+                                 int num_rows, FromRow&& from_row, ToRow&& to_row, Store&& store) {
+  const int half = static_cast<int>(p.rotary_dim / 2),
+            rest = static_cast<int>(p.write.head_dim - p.rotary_dim);
+  const int units = half / N;
+#pragma unroll 1
+  for (int i = group.lane; i < num_rows * units; i += group.size) {
+    const int row = i / units, pair = i % units * N;
+    const int first_at = INTERLEAVED ? 2 * pair : pair, second_at = INTERLEAVED ? 2 * pair + N : pair + half;
     const Pack<From, N> first = load_pack<From, N>(from_row(row) + first_at);
     const Pack<From, N> second = load_pack<From, N>(from_row(row) + second_at);
     Pack<To, N> rotated_first, rotated_second;
@@ -58,38 +59,43 @@ PAGEDKV_DEVICE void rotate_packs(const RopeAndCacheParams& p, int64_t position, 
     store_pack<To, N>(to_row(row) + first_at, rotated_first);
     store_pack<To, N>(to_row(row) + second_at, rotated_second);
   }
-  for (int64_t i = threadIdx.x; i < num_rows * rest; i += WRITE_CTA_THREADS) {
-    const int64_t row = i / rest, dim = p.rotary_dim + i % rest;
+#pragma unroll 1
+  for (int i = group.lane; i < num_rows * rest; i += group.size) {
+    const int row = i / rest, dim = static_cast<int>(p.rotary_dim) + i % rest;
     to_row(row)[dim] = store(row, to_float(from_row(row)[dim]));
   }
 }
 
 template <class From, class To, class FromRow, class ToRow, class Store>
-PAGEDKV_DEVICE void rotate_rows(bool aligned, const RopeAndCacheParams& p, int64_t position, int64_t num_rows,
-                                FromRow&& from_row, ToRow&& to_row, Store&& store) {
+PAGEDKV_DEVICE void rotate_rows(bool aligned, const RopeAndCacheParams& p, const TokenGroup& group,
+                                int64_t position, int64_t num_heads, FromRow&& from_row, ToRow&& to_row,
+                                Store&& store) {
   constexpr int N = PACK_SIZE<From, To>;
+  const int num_rows = static_cast<int>(num_heads);
   if (aligned && p.interleaved) {
-    rotate_packs<true, N, From, To>(p, position, num_rows, from_row, to_row, store);
+    rotate_packs<true, N, From, To>(p, group, position, num_rows, from_row, to_row, store);
   } else if (aligned) {
-    rotate_packs<false, N, From, To>(p, position, num_rows, from_row, to_row, store);
+    rotate_packs<false, N, From, To>(p, group, position, num_rows, from_row, to_row, store);
   } else if (p.interleaved) {
-    rotate_packs<true, 1, From, To>(p, position, num_rows, from_row, to_row, store);
+    rotate_packs<true, 1, From, To>(p, group, position, num_rows, from_row, to_row, store);
   } else {
-    rotate_packs<false, 1, From, To>(p, position, num_rows, from_row, to_row, store);
+    rotate_packs<false, 1, From, To>(p, group, position, num_rows, from_row, to_row, store);
   }
 }
 
 template <class Input>
-PAGEDKV_DEVICE void rotate_query(const Launch& launch, int64_t token_idx, int64_t position) {
+PAGEDKV_DEVICE void rotate_query(const Launch& launch, const TokenGroup& group, int64_t token_idx,
+                                 int64_t position) {
   const RopeAndCacheParams& p = launch.p;
   Input* query = static_cast<Input*>(p.query) + token_idx * p.query_token_stride;
   const auto row = [&](int64_t head_idx) { return query + head_idx * p.query_head_stride; };
-  rotate_rows<Input, Input>(launch.queries_aligned, p, position, p.num_heads, row, row,
+  rotate_rows<Input, Input>(launch.queries_aligned, p, group, position, p.num_heads, row, row,
                             [](int64_t, float x) { return from_float<Input>(x); });
 }
 
 template <class Input, class Cache>
-PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t position, int64_t slot) {
+PAGEDKV_DEVICE void write_token(const Launch& launch, const TokenGroup& group, int64_t token_idx,
+                                int64_t position, int64_t slot) {
   const ReshapeAndCacheParams& w = launch.p.write;
   const int64_t block = slot / w.block_size, token_in_block = slot % w.block_size;
   const auto* key = static_cast<const Input*>(w.key) + token_idx * w.key_token_stride;
@@ -99,7 +105,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
   Cache* value_cache =
       static_cast<Cache*>(w.value_cache) + cache_offset(value_cache_strides(w), block, token_in_block, 0);
   rotate_rows<Input, Cache>(
-      launch.keys_aligned, launch.p, position, w.num_kv_heads,
+      launch.keys_aligned, launch.p, group, position, w.num_kv_heads,
       [&](int64_t kv_head_idx) { return key + kv_head_idx * w.key_head_stride; },
       [&](int64_t kv_head_idx) { return key_cache + kv_head_idx * w.key_cache_head_stride; },
       [&](int64_t kv_head_idx, float x) {
@@ -108,7 +114,7 @@ PAGEDKV_DEVICE void write_token(const Launch& launch, int64_t token_idx, int64_t
                                                        : x);
       });
   move_rows<Input, Cache>(
-      launch.values_aligned, w.num_kv_heads, w.value_head_dim, threadIdx.x, WRITE_CTA_THREADS,
+      launch.values_aligned, w.num_kv_heads, w.value_head_dim, group.lane, group.size,
       [&](int64_t kv_head_idx) { return value + kv_head_idx * w.value_head_stride; },
       [&](int64_t kv_head_idx) { return value_cache + kv_head_idx * w.value_cache_head_stride; },
       [&](int64_t kv_head_idx, Input element) {
@@ -129,13 +135,14 @@ __global__ void __launch_bounds__(WRITE_CTA_THREADS, 2) rope_and_cache_kernel(co
   const int64_t token_begin = blockIdx.x * launch.tokens_per_cta;
   const int64_t num_tokens = min_of(launch.tokens_per_cta, p.num_positions - token_begin);
   find_slots(p.write, token_begin, num_tokens, slots);
-  for (int64_t i = 0; i < num_tokens; ++i) {
+  const TokenGroup group(launch.tokens_per_cta);
+  for (int64_t i = group.idx; i < num_tokens; i += group.num_groups) {
     const int64_t token_idx = token_begin + i, position = p.positions[token_idx];
     if (position < 0 || position >= p.max_position) continue;
     const int64_t slot = slots.writable(p.write, i);
     const auto run = [&]<class Input>() {
-      rotate_query<Input>(launch, token_idx, position);
-      if (slot >= 0) write_token<Input, Cache>(launch, token_idx, position, slot);
+      rotate_query<Input>(launch, group, token_idx, position);
+      if (slot >= 0) write_token<Input, Cache>(launch, group, token_idx, position, slot);
     };
     if constexpr (is_quantised_v<Cache>) {
       with_float_dtype(p.write.input_dtype, run);

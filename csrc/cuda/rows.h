@@ -64,28 +64,42 @@ inline bool rows_are_aligned(const RowAlignment& from, const RowAlignment& to, i
   return row_size % pack_size == 0 && from.holds(pack_size) && to.holds(pack_size);
 }
 
-// The threads `lane`, `lane` + num_lanes, ... of a group move num_rows rows: convert(row, element) gives an
-// element of To. from_row and to_row turn a row index into a pointer.
+// The threads `lane`, `lane` + num_lanes, ... of a group move num_rows rows of one token, whose elements an
+// int can count: convert(row, element) gives an element of To. from_row and to_row turn a row index into a
+// pointer.
 template <int N, class From, class To, class FromRow, class ToRow, class Convert>
-PAGEDKV_DEVICE void move_packs(int64_t num_rows, int64_t row_size, int lane, int num_lanes,
-                               FromRow&& from_row, ToRow&& to_row, Convert&& convert) {
-  const int64_t packs_per_row = row_size / N;
-  for (int64_t i = lane; i < num_rows * packs_per_row; i += num_lanes) {
-    const int64_t row = i / packs_per_row, offset = i % packs_per_row * N;
-    const Pack<From, N> from = load_pack<From, N>(from_row(row) + offset);
-    Pack<To, N> to;
-    for (int k = 0; k < N; ++k) to.item[k] = convert(row, from.item[k]);
-    store_pack<To, N>(to_row(row) + offset, to);
+PAGEDKV_DEVICE void move_packs(int num_rows, int row_size, int lane, int num_lanes, FromRow&& from_row,
+                               ToRow&& to_row, Convert&& convert) {
+  constexpr int BATCH = std::is_same_v<From, To> ? 4 : 1;  // packs that are on their way together
+  const int packs_per_row = row_size / N, num_packs = num_rows * packs_per_row;
+#pragma unroll 1
+  for (int first = lane; first < num_packs; first += BATCH * num_lanes) {
+    Pack<From, N> from[BATCH];
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int i = first + j * num_lanes;
+      if (i >= num_packs) break;
+      from[j] = load_pack<From, N>(from_row(i / packs_per_row) + i % packs_per_row * N);
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const int i = first + j * num_lanes, row = i / packs_per_row;
+      if (i >= num_packs) break;
+      Pack<To, N> to;
+      for (int k = 0; k < N; ++k) to.item[k] = convert(row, from[j].item[k]);
+      store_pack<To, N>(to_row(row) + i % packs_per_row * N, to);
+    }
   }
 }
 
 template <class From, class To, class FromRow, class ToRow, class Convert>
 PAGEDKV_DEVICE void move_rows(bool aligned, int64_t num_rows, int64_t row_size, int lane, int num_lanes,
                               FromRow&& from_row, ToRow&& to_row, Convert&& convert) {
+  const int rows = static_cast<int>(num_rows), size = static_cast<int>(row_size);
   if (aligned) {
-    move_packs<PACK_SIZE<From, To>, From, To>(num_rows, row_size, lane, num_lanes, from_row, to_row, convert);
+    move_packs<PACK_SIZE<From, To>, From, To>(rows, size, lane, num_lanes, from_row, to_row, convert);
   } else {
-    move_packs<1, From, To>(num_rows, row_size, lane, num_lanes, from_row, to_row, convert);
+    move_packs<1, From, To>(rows, size, lane, num_lanes, from_row, to_row, convert);
   }
 }
 

@@ -19,6 +19,19 @@ inline int64_t tokens_per_cta(int64_t num_tokens) {
   return num_tokens < SCAN_FREELY_BELOW ? 1 : MAX_TOKENS_PER_CTA;
 }
 
+// The threads that write a token together: all of a CTA that has one token, else a warp, so that a CTA has as
+// many tokens under way as warps.
+struct TokenGroup {
+  int size, idx, lane, num_groups;
+
+  PAGEDKV_DEVICE explicit TokenGroup(int64_t tokens_per_cta) {
+    size = tokens_per_cta == 1 ? WRITE_CTA_THREADS : 32;
+    num_groups = WRITE_CTA_THREADS / size;
+    idx = static_cast<int>(threadIdx.x) / size;
+    lane = static_cast<int>(threadIdx.x) % size;
+  }
+};
+
 struct CtaSlots {
   int64_t slot[MAX_TOKENS_PER_CTA];
   int superseded[MAX_TOKENS_PER_CTA];  // 1: a later token writes this slot

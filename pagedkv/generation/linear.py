@@ -42,21 +42,29 @@ class PackedLinear(nn.Module):
         self._bias = None if bias is None else bias.detach()
         self.out_features, self.in_features = weight.shape
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features]` -> `[..., out_features]`."""
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`[..., in_features]` -> `[..., out_features]`, added to the residual of this shape."""
         rows = x.reshape(-1, self.in_features)
+        added = None if residual is None else residual.reshape(-1, self.out_features)
         if not self.is_packed:
             out = (
                 self._tiled(rows) if self.reproducible else functional.linear(rows, self._weight, self._bias)
             )
+            out = out if added is None else out + added
         elif self.reproducible and len(rows) < _MIN_ROWS:
-            out = self._packed(rows.expand(_MIN_ROWS, -1).contiguous())[:1]
+            repeated = None if added is None else added.expand(_MIN_ROWS, -1).contiguous()
+            out = self._packed(rows.expand(_MIN_ROWS, -1).contiguous(), repeated)[: len(rows)]
         else:
-            out = self._packed(rows)
+            out = self._packed(rows, added)
         return out.view(*x.shape[:-1], self.out_features)
 
-    def _packed(self, rows: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+    def _packed(self, rows: Tensor, added: Tensor | None) -> Tensor:
+        linear, weight, bias = torch.ops.mkldnn._linear_pointwise, self._weight, self._bias
+        out: Tensor = (
+            linear(rows, weight, bias, "none", [], "")
+            if added is None
+            else linear.binary(rows, added, weight, bias, "add")
+        )
         return out
 
     def _tiled(self, rows: Tensor) -> Tensor:
@@ -74,6 +82,7 @@ def pack_weight(weight: Tensor) -> Tensor | None:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         row = weight.new_zeros(1, weight.shape[1])
         torch.ops.mkldnn._linear_pointwise(row, packed, None, "none", [], "")
+        torch.ops.mkldnn._linear_pointwise.binary(row, weight.new_zeros(1, len(weight)), packed, None, "add")
     except (AttributeError, RuntimeError):
         return None
     return packed

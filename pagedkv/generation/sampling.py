@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pagedkv.generation.requests import Sampling
 
+_PIECE = 256  # of a row of logits
+
 
 def greedy_tokens(logits: Tensor) -> list[int]:
-    """The likeliest token of each row of `[num_rows, vocab_size]`; of equal ones the first."""
-    tokens: list[int] = logits.max(-1).indices.tolist()  # several times faster than argmax in bfloat16
+    """The likeliest token of each row of `[num_rows, vocab_size]`; of equal ones the first.
+
+    torch finds largest values faster than their places, so first the piece of a row is found. And in bfloat16
+    max is several times faster than argmax.
+    """
+    num_rows, vocab_size = logits.shape
+    if vocab_size % _PIECE != 0 or num_rows == 0:
+        return _places(logits).tolist()
+    pieces = logits.reshape(num_rows, -1, _PIECE)
+    piece_idxs = _places(pieces.amax(-1))
+    token_idxs = _places(pieces[torch.arange(num_rows, device=logits.device), piece_idxs])
+    tokens: list[int] = (piece_idxs * _PIECE + token_idxs).tolist()
     return tokens
+
+
+def _places(rows: Tensor) -> Tensor:
+    return rows.max(-1).indices
 
 
 def draw_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
@@ -46,8 +63,8 @@ def draw_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
 def log_probability(logits: Tensor, token_id: int) -> float:
     """Log-probability of a token under `[vocab_size]` logits.
 
-    One row at a time: in a batch torch takes the logarithms of several rows at once, and rounds those at its
-    end differently.
+    Not by torch, whose logsumexp rounds by how rows and threads share the work.
     """
-    row = logits.float()
-    return float(row[token_id] - row.logsumexp(-1))
+    row = logits.float().cpu().numpy().astype(np.float64)
+    largest = row.max()
+    return float(row[token_id] - largest - np.log(np.exp(row - largest).sum()))

@@ -43,6 +43,9 @@ class GeneratorStats:
         return self.num_running_total / max(1, self.num_steps)
 
 
+_BEGINNING = 16  # tokens by which branches are told apart that share a prefix
+
+
 @dataclass(eq=False)
 class Branch:
     """One sequence of a request. It begins as its prompt; with `n` completions it then forks into n branches.
@@ -54,6 +57,8 @@ class Branch:
         num_computed: tokens whose keys and values are in the cache.
         num_shared: leading tokens that others may hold too, so that their blocks may stay when it ends.
         is_root: the prompt is not computed yet, so that it stands for all completions.
+        order: of coming.
+        beginning: its first tokens.
     """
 
     request: Request
@@ -66,10 +71,12 @@ class Branch:
     num_computed: int = 0
     num_shared: int = 0
     order: tuple[int, int] = field(init=False)
+    beginning: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """The first to come is the last to be preempted."""
         self.order = (self.request.number, self.index)
+        self.beginning = self.token_ids[:_BEGINNING]
 
     @property
     def completion(self) -> Completion:
@@ -152,8 +159,13 @@ class Scheduler:
         return [], [], None
 
     def _schedule(self) -> tuple[list[Branch], list[int]]:
-        """Every branch that decodes, and pieces of prompts as far as the budget goes."""
+        """Every branch that decodes, and pieces of prompts as far as the budget goes.
+
+        Branches that begin alike are neighbours, so that attention finds what they share in the processor's
+        cache.
+        """
         branches = [branch for branch in self.running if branch.num_uncomputed == 1]
+        branches.sort(key=lambda branch: branch.beginning)
         counts = [1] * len(branches)
         budget = self._max_batch_tokens - len(branches)
         for branch in self.running:

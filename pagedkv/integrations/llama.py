@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 
 from pagedkv import ops
 from pagedkv.cache import Batch, PagedKVCache
+from pagedkv.generation.layers import rms_norm, silu_and_mul
 from pagedkv.generation.linear import PackedLinear
 
 __all__ = ["RaggedLlama"]
@@ -111,33 +112,27 @@ class RaggedLlama:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """`[num_tokens]` ids and positions -> logits of each sequence's last token."""
+        cache, eps = self.cache, self._eps
+        tables, slots = batch.block_tables, batch.slot_mapping
         x = functional.embedding(token_ids, self._embedding)
-        for layer_idx, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._normed(x, layer.attention_norm))
-            x = x + layer.out(self._attend(layer_idx, qkv, positions, batch).flatten(1))
-            gate, up = layer.gate_and_up(self._normed(x, layer.mlp_norm)).chunk(2, dim=-1)
-            x = x + layer.down(functional.silu(gate) * up)
+        pools = zip(cache.key_caches, cache.value_caches, strict=True)
+        for layer, (key_cache, value_cache) in zip(self._layers, pools, strict=True):
+            qkv = layer.qkv(rms_norm(x, layer.attention_norm, eps)).view(len(x), -1, self._head_dim)
+            q, k, v = torch.split(qkv, self._num_heads, dim=1)
+            ops.rope_and_cache(q, k, v, self._cos, self._sin, positions, key_cache, value_cache, slots)
+            out = ops.paged_attention(
+                q,
+                tables,
+                key_cache,
+                value_cache,
+                batch.context_lens,
+                query_start_loc=batch.query_start_loc,
+                max_query_len=batch.max_query_len,
+                split_size=self.split_size,
+            )
+            assert isinstance(out, Tensor)
+            x = layer.out(out.flatten(1), residual=x)
+            x = layer.down(silu_and_mul(layer.gate_and_up(rms_norm(x, layer.mlp_norm, eps))), residual=x)
         last_rows = x[batch.query_start_loc[1:].long() - 1]
-        logits: Tensor = self._head(self._normed(last_rows, self._norm))
+        logits: Tensor = self._head(rms_norm(last_rows, self._norm, eps))
         return logits
-
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._eps)
-
-    def _attend(self, layer_idx: int, qkv: Tensor, positions: Tensor, batch: Batch) -> Tensor:
-        """`PagedKVCache.attend` with rotary embedding on the way; the generator commits the batch."""
-        heads = qkv.view(len(qkv), -1, self._head_dim)
-        q, k, v = torch.split(heads, self._num_heads, dim=1)
-        caches = self.cache.key_caches[layer_idx], self.cache.value_caches[layer_idx]
-        ops.rope_and_cache(q, k, v, self._cos, self._sin, positions, *caches, batch.slot_mapping)
-        out = ops.paged_attention(
-            q,
-            batch.block_tables,
-            *caches,
-            batch.context_lens,
-            query_start_loc=batch.query_start_loc,
-            max_query_len=batch.max_query_len,
-            split_size=self.split_size,
-        )
-        assert isinstance(out, Tensor)
-        return out

@@ -77,6 +77,7 @@ class RaggedModel:
         split_size: as for `paged_attention`: with it the logits of a sequence have the same bits alone and in
             any batch, if the model's other layers treat rows alone (mixtures of experts do not) and their
             widths are multiples of 64 (at the end of a row torch may round differently).
+        pack: False leaves linear layers as they are, which `torch.compile` needs.
 
     >>> sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     >>> import transformers; model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
@@ -85,12 +86,20 @@ class RaggedModel:
     torch.Size([1, 64])
     """
 
-    def __init__(self, model: PreTrainedModel, cache: PagedKVCache, *, split_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedKVCache,
+        *,
+        split_size: int | None = None,
+        pack: bool = True,
+    ) -> None:
         """Copy the modules and pack the weights."""
         tensors = [*model.parameters(), *model.buffers()]
         self.model: PreTrainedModel = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
         self.model.eval()  # type: ignore[no-untyped-call]
-        pack_linears(self.model, reproducible=split_size is not None)
+        if pack:
+            pack_linears(self.model, reproducible=split_size is not None)
         self.model.set_attn_implementation(IMPLEMENTATION)
         self.cache = cache
         self.split_size = split_size

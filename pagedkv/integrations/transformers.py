@@ -28,16 +28,18 @@ from pagedkv.integrations._rectangle import Rectangle, attend_dense
 
 try:
     from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
-    from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+    from transformers.cache_utils import Cache, CacheLayerMixin
     from transformers.masking_utils import (
         AttentionMaskInterface,
         and_masks,
         causal_mask_function,
         sliding_window_overlay,
     )
+
+    from pagedkv.integrations import _versions
 except ImportError as error:
     raise ImportError(
-        "pagedkv.integrations.transformers needs transformers 5.24 or later: pip install 'transformers>=5.24'"
+        "pagedkv.integrations.transformers needs transformers 5.0 or later: pip install 'transformers>=5'"
     ) from error
 
 __all__ = ["PagedCache", "paged_attention_forward", "paged_attention_mask"]
@@ -95,11 +97,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def get_seq_length(self) -> int:
         return int(self._cache.get_seq_length())
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        return self.get_seq_length() + _versions.query_length(query_length), 0
 
     def get_max_length(self) -> int:
         return -1
+
+    get_max_cache_shape = get_max_length  # its name in older versions
 
 
 class PagedCache(Cache):
@@ -213,6 +217,10 @@ class PagedCache(Cache):
         if isinstance(keywords, dict) and self._config._attn_implementation == IMPLEMENTATION:
             self._handover = keywords[_HANDOVER] = _Handover(self, layer_idx, key_states, value_states)
             return key_states, value_states
+        if _versions.IS_OLDER and self._config._attn_implementation == IMPLEMENTATION:
+            self._handover = _Handover(self, layer_idx, key_states, value_states)
+            _versions.leave_note(key_states, self._handover)
+            return key_states, value_states
         return self._rectangle.store(layer_idx, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -232,10 +240,14 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every row, padding included.
 
+        Before transformers 5.24 a positive number is one of tokens to keep.
+
         Raises:
             ValueError: the number is positive, or there are fewer tokens.
         """
         num_tokens = self.get_seq_length()
+        if _versions.IS_OLDER and tokens_to_remove > 0:
+            tokens_to_remove = min(tokens_to_remove - num_tokens, 0)
         if not -num_tokens <= tokens_to_remove <= 0:
             raise ValueError(
                 f"crop takes minus the number of tokens to remove, {-num_tokens} to 0, got {tokens_to_remove}"
@@ -328,7 +340,7 @@ def paged_attention_forward(
             packed sequences, padding between tokens where it cannot be left out.
         RuntimeError: gradients are required.
     """
-    handover = kwargs.get(_HANDOVER)
+    handover = kwargs.get(_HANDOVER) or _versions.take_note(key)
     if handover is not None:
         handover.cache._handover = None  # it arrived
     if dropout > 0:
@@ -357,12 +369,13 @@ def paged_attention_forward(
 
 def paged_attention_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
+    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask function registered as `pagedkv`: passes the padding mask on, and refuses what it cannot mean.
@@ -371,12 +384,13 @@ def paged_attention_mask(
 
     Args:
         batch_size: rows.
-        q_length: new tokens of a row.
+        q_length: new tokens of a row; None: as many as cache_position has.
         kv_length: keys that attention will see.
         q_offset: tokens before the new ones.
         kv_offset: tokens before the first of the keys.
         mask_function: transformers' pattern: causal, with or without a sliding window.
         attention_mask: `[batch_size, kv_offset + kv_length]`, False or 0 where a token is padding.
+        cache_position: `[q_length]` positions of the new tokens, in place of q_length and q_offset.
         kwargs: not used.
 
     Returns:
@@ -394,10 +408,11 @@ def paged_attention_mask(
             "attn_implementation='pagedkv' supports causal masks, with or without a sliding window and "
             "padding, not bidirectional, chunked, packed or custom ones"
         )
-    num_tokens = int(q_offset) + q_length
-    if kv_offset + kv_length != num_tokens:
+    keys_end = kv_offset + kv_length
+    num_tokens = _versions.num_tokens(q_length, q_offset, cache_position, keys_end)
+    if keys_end != num_tokens:
         raise NotImplementedError(
-            f"the last of {num_tokens} tokens is a query, but keys end at {kv_offset + kv_length}; "
+            f"the last of {num_tokens} tokens is a query, but keys end at {keys_end}; "
             "attn_implementation='pagedkv' does not support static caches"
         )
     if attention_mask is None:
@@ -424,13 +439,13 @@ def layer_windows(config: PreTrainedConfig) -> list[int | None]:
     """The sliding window of each layer, None where it sees all tokens."""
     if config.is_encoder_decoder:
         raise NotImplementedError("PagedCache does not support encoder-decoder models")
-    layer_types, layer_options = get_layer_types_and_kwargs(config)
+    layer_types, windows = _versions.layer_types_and_windows(config)
     unsupported = set(layer_types) - {"full_attention", "sliding_attention"}
     if unsupported:
         # transformers calls a layer "dummy" where it reuses another's keys, or has none.
         names = sorted("shared keys" if name == "dummy" else name for name in unsupported)
         raise NotImplementedError(f"PagedCache supports layers of full and of sliding attention, not {names}")
-    return [options.get("sliding_window") for options in layer_options]
+    return windows
 
 
 def _is_causal_pattern(mask_function: Callable[..., Any]) -> bool:

@@ -108,7 +108,7 @@ class RowTile {
 
   // Query rows to swizzled shared memory, zero beyond head_dim and beyond the last row. Where K is widened
   // from 8 bits a register of four neighbours feeds dimensions (2q, 2q + 1) and (2q + 8, 2q + 9) of an mma,
-  // so the query's are permuted alike. `unscales` gets what makes up for a row's scaled().
+  // so the query's are permuted alike. `unscales` gets what makes up for a row's scale().
   PAGEDKV_DEVICE void load_query(unsigned char* shared, float* unscales, int tile_rows) const {
     constexpr int BATCH = 4;                                    // rows that are on their way together
     constexpr int PARTS = D > LANES_DIMS ? D / LANES_DIMS : 1;  // of a row

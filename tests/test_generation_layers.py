@@ -1,0 +1,59 @@
+"""The passes between linear layers: as exact as torch's, and each row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pagedkv.generation.layers import rms_norm, silu_and_mul
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 31, 64, 576, 1000]
+
+
+def assert_as_exact(actual: Tensor, same_in_torch: Tensor, expected: Tensor) -> None:
+    """At most twice torch's error against float64, and an ulp at the largest value."""
+    ulp = torch.finfo(actual.dtype).eps * expected.abs().max()
+    assert (actual - expected).abs().max() <= 2 * (same_in_torch - expected).abs().max() + ulp
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_rms_norm(dtype: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(width, generator=generator).to(dtype)
+    x = torch.randn(9, 2 * width, generator=generator).to(dtype)[:, :width]
+    out = rms_norm(x, weight, 1e-5)
+    expected = functional.rms_norm(x.double(), (width,), weight.double(), 1e-5)
+    assert_as_exact(out, functional.rms_norm(x, (width,), weight, 1e-5), expected)
+    assert torch.equal(rms_norm(x[4:5], weight, 1e-5), out[4:5])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (4 * torch.randn(9, 2 * width, generator=generator)).to(dtype)
+    out = silu_and_mul(x)
+    gate, up = x.chunk(2, -1)
+    assert_as_exact(out, functional.silu(gate) * up, functional.silu(gate.double()) * up)
+    assert torch.equal(silu_and_mul(x[4:5]), out[4:5])
+
+
+def test_silu_far_from_zero() -> None:
+    gate = torch.tensor([-torch.inf, -1e30, -200.0, -80.0, 80.0, 200.0, 1e30, torch.inf, torch.nan])
+    out = silu_and_mul(torch.cat([gate, torch.ones(9)]).unsqueeze(0))[0]
+    assert (out[1:4].abs() < 1e-30).all()
+    assert torch.equal(out[4:8], gate[4:8])
+    assert out[8].isnan()
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="width of x"):
+        rms_norm(torch.ones(2, 8), torch.ones(7), 1e-5)
+    with pytest.raises(ValueError, match="two halves"):
+        silu_and_mul(torch.ones(2, 7))
+    with pytest.raises(TypeError, match="x"):
+        rms_norm(torch.ones(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64), 1e-5)
