@@ -129,7 +129,7 @@ class DecodeCta {
     fold_end_ = min_of(begin + chunk_.fold_keys, chunk_.keys.end);
     num_tiles_ = tiles_begin_ < fold_end_ ? (fold_end_ - tiles_begin_ + TILE_TOKENS - 1) / TILE_TOKENS : 0;
     state_.clear();
-    pages_.look_up(my_token(0), my_token(0) < fold_end_);
+    pages_.look_up(my_token(0), fold_end_);
     // The ring alternates K and V: entry 2 t is K of tile t, entry 2 t + 1 its V.
     for (int entry = 0; entry < Tile::SLOTS - 1; ++entry) issue(entry);
     for (int tile = 0; tile < num_tiles_; ++tile) {
@@ -174,7 +174,7 @@ class DecodeCta {
       unsigned char* slot = shared_ + slot_at(entry);
       if (entry % 2 == 0) {
         has_block_ = has_block_ << 16 | (__ballot_sync(FULL_WARP, pages_.advance()) & 0xffffu);
-        pages_.look_up(my_token(tile + 1), my_token(tile + 1) < fold_end_);
+        pages_.look_up(my_token(tile + 1), fold_end_);
         copy_rows<CACHE_BYTES, D, WARP_TOKENS>(
             launch_.cache_rows_are_aligned,
             pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)), p_.head_dim, slot);

@@ -1,8 +1,8 @@
 // The softmax states of a decode CTA: one a warp while it goes through its keys, merged to one a CTA.
 #pragma once
 
+#include "cuda/paged_attention/plan.h"
 #include "cuda/paged_attention/state.h"
-#include "cuda/primitives.h"
 
 namespace pagedkv::cuda {
 

@@ -11,17 +11,16 @@ class PageCursor {
   PAGEDKV_DEVICE PageCursor(const AttentionLaunch& launch, const Chunk& chunk)
       : launch_(launch),
         p_(launch.p),
-        keys_(chunk.keys),
         table_(p_.block_tables + chunk.piece.seq_idx * p_.block_tables_seq_stride),
+        keys_begin_(chunk.keys.begin),
         kv_head_idx_(chunk.piece.kv_head_idx) {}
 
-  // Reads the block of the next token, where it is wanted and a row can see it.
-  PAGEDKV_DEVICE void look_up(int token, bool is_wanted) {
+  // Reads the block of the next token, where it is not before the chunk's keys and not behind `end`.
+  PAGEDKV_DEVICE void look_up(int token, int end) {
     const int block_size = static_cast<int>(p_.block_size), log2 = launch_.block_size_log2;
     const int entry = log2 >= 0 ? token >> log2 : token / block_size;  // a division is a long way
     next_token_in_block_ = token - entry * block_size;
-    next_block_ =
-        is_wanted && token >= keys_.begin && token < keys_.end ? block_of_entry(p_, table_, entry) : -1;
+    next_block_ = token >= keys_begin_ && token < end ? block_of_entry(p_, table_, entry) : -1;
   }
 
   // Goes on to the token that was looked up. False where it has no block or no row can see it.
@@ -42,9 +41,8 @@ class PageCursor {
  private:
   const AttentionLaunch& launch_;
   const PagedAttentionParams& p_;
-  KeyRange keys_;
   const int32_t* table_;
-  int kv_head_idx_, next_block_, next_token_in_block_, block_, token_in_block_;
+  int keys_begin_, kv_head_idx_, next_block_, next_token_in_block_, block_, token_in_block_;
 };
 
 // A warp copies NUM_ROWS rows of one cache to shared memory, swizzled, in chunks of 16 bytes; lane i has the

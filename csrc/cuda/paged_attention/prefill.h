@@ -128,7 +128,7 @@ class PrefillCta {
     for (int column = 0; column < VALUE_COLUMNS; ++column) {
       for (int e = 0; e < 4; ++e) acc_[column][e] = 0.0f;
     }
-    pages_.look_up(token_of(0), true);
+    pages_.look_up(token_of(0), chunk_.keys.end);
     if (num_tiles > 0) issue(0);
     for (int tile = 0; tile < num_tiles; ++tile) {
       cp_async_wait<0>();
@@ -171,7 +171,7 @@ class PrefillCta {
     if (lane_ < COPIED_TOKENS / 8) {
       valid(tile)[first / 8 + lane_] = static_cast<uint8_t>(has_block >> 8 * lane_);
     }
-    pages_.look_up(token_of(tile + 1), true);
+    pages_.look_up(token_of(tile + 1), chunk_.keys.end);
     copy_rows<CACHE_BYTES, D, COPIED_TOKENS>(
         launch_.cache_rows_are_aligned, pages_.template row<CACHE_BYTES>(p_.key_cache, key_cache_strides(p_)),
         p_.head_dim, shared_ + buffer_at(tile, false) + first * Tile::ROW_BYTES);

@@ -235,15 +235,15 @@ ASYNC_COPIES = [
     ),
     decode(
         "keys before the window are copied",
-        "is_wanted && token >= keys_.begin && token < keys_.end",
-        "is_wanted && token < keys_.end",
+        "token >= keys_begin_ && token < end ?",
+        "token < end ?",
         test="traffic_reads_visible_keys_alone",
         report=r"num_bytes ==",
     ),
     prefill(
         "a tile's tail is copied past the sequence's end",
-        "is_wanted && token >= keys_.begin && token < keys_.end",
-        "is_wanted && token >= keys_.begin",
+        "token >= keys_begin_ && token < end ?",
+        "token >= keys_begin_ ?",
     ),
 ]
 
