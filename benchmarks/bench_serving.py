@@ -1,6 +1,6 @@
 """Throughput on a real model: paged against contiguous caches, transformers and vLLM, at equal KV memory.
 
-    make bench-serving            ours and transformers', about 15 minutes
+    make bench-serving            ours and transformers', about 45 minutes
     make bench-serving PEERS=1    with vLLM's CPU engine, which VLLM_PYTHON's environment has, and with
                                   VLLM_PRELOAD's libraries, such as libiomp5.so and tcmalloc
 

@@ -74,3 +74,12 @@ def test_linears_of_a_module_are_replaced_but_not_their_subclasses() -> None:
     assert isinstance(module[0], PackedLinear)
     assert isinstance(inner["inner"], PackedLinear)
     assert isinstance(inner["other"], Special)
+
+
+def test_weights_on_huge_pages_are_the_same() -> None:
+    torch.manual_seed(0)
+    layers = [PackedLinear(torch.randn(1536, 576)) for _ in range(4)]
+    x = torch.randn(3, 576)
+    expected = [layer(x) for layer in layers]
+    linear.use_huge_pages(layers)
+    assert all(torch.equal(layer(x), out) for layer, out in zip(layers, expected, strict=True))

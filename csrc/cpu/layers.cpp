@@ -28,7 +28,7 @@ inline float bounded_exp(float x) {
   y = y * f + 2.40226507e-1f;
   y = y * f + 6.93147181e-1f;
   y = y * f + 1.0f;
-  return std::bit_cast<float>(std::bit_cast<int32_t>(y) + (std::bit_cast<int32_t>(rounded) << 23));
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(y) + (std::bit_cast<uint32_t>(rounded) << 23));
 }
 
 template <class T>

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -10,6 +14,8 @@ from torch.nn import functional
 _MIN_ROWS = 2
 # Rows of the GEMM where weights cannot be packed: always the same shape, hence the same kernel.
 _ROW_TILE = 32
+_HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # of Linux 6.1, not yet in mmap
 
 
 class PackedLinear(nn.Module):
@@ -90,7 +96,29 @@ def pack_weight(weight: Tensor) -> Tensor | None:
 
 def pack_linears(module: nn.Module, *, reproducible: bool = False) -> None:
     """Put a PackedLinear in the place of every `nn.Linear` in the module, but not of its subclasses."""
+    packed: list[PackedLinear] = []
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias, reproducible=reproducible))
+                packed.append(PackedLinear(child.weight, child.bias, reproducible=reproducible))
+                setattr(parent, name, packed[-1])
+    use_huge_pages(packed)
+
+
+def use_huge_pages(layers: Iterable[PackedLinear]) -> None:
+    """Have the system move packed weights to huge pages; where it will not, nothing changes.
+
+    A step of few rows mostly reads weights, and the processor fetches ahead up to the end of a page only.
+    """
+    packed = [layer._weight for layer in layers if layer.is_packed]
+    try:
+        spans = [(torch.ops.mkldnn.data_ptr(weight), torch.ops.mkldnn._nbytes(weight)) for weight in packed]
+        madvise = ctypes.CDLL(None).madvise
+    except (AttributeError, RuntimeError):
+        return
+    # First all of them: pages are moved only where all that lies in a huge one has the same settings.
+    for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
+        for address, num_bytes in spans:
+            begin = address // _HUGE_PAGE * _HUGE_PAGE
+            for page in range(begin, address + num_bytes, _HUGE_PAGE):
+                madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), advice)

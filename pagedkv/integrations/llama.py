@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from pagedkv import ops
 from pagedkv.cache import Batch, PagedKVCache
 from pagedkv.generation.layers import rms_norm, silu_and_mul
-from pagedkv.generation.linear import PackedLinear
+from pagedkv.generation.linear import PackedLinear, use_huge_pages
 
 __all__ = ["RaggedLlama"]
 
@@ -81,14 +81,19 @@ class RaggedLlama:
         self._head_dim = cache.head_dim
         self._num_heads = [config.num_attention_heads, cache.num_kv_heads, cache.num_kv_heads]
 
+        packed: list[PackedLinear] = []
+
         def pack(*linears: torch.nn.Linear) -> PackedLinear:
             weights: list[Tensor] = [linear.weight for linear in linears]
             biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
-            return PackedLinear(
-                torch.cat(weights),
-                torch.cat(biases) if biases else None,
-                reproducible=split_size is not None,
+            packed.append(
+                PackedLinear(
+                    torch.cat(weights),
+                    torch.cat(biases) if biases else None,
+                    reproducible=split_size is not None,
+                )
             )
+            return packed[-1]
 
         with torch.no_grad():
             self._embedding = model.model.embed_tokens.weight
@@ -105,6 +110,7 @@ class RaggedLlama:
             ]
             self._norm = model.model.norm.weight
             self._head = pack(model.lm_head)
+            use_huge_pages(packed)
             positions = torch.arange(max_positions or config.max_position_embeddings, device=cache.device)
             # As transformers has them: rounded to the model's dtype, each half of a head the same.
             tables = model.model.rotary_emb(self._norm, positions.unsqueeze(0))
