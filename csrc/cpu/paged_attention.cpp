@@ -156,7 +156,13 @@ void attend(const PagedAttentionParams& p, const AttentionKernels& kernels) {
   parallel_for(static_cast<int64_t>(chunks.tasks.size()), 1, [&](int64_t task_idx) {
     const auto [unit_idx, chunk_idx] = chunks.tasks[task_idx];
     const Unit& unit = units[unit_idx];
-    const AttentionTask task = chunk_of(unit, chunk_idx, chunks.chunk_tokens);
+    AttentionTask task = chunk_of(unit, chunk_idx, chunks.chunk_tokens), next;
+    const int64_t next_idx = task_idx + omp_get_num_threads();
+    if (next_idx < static_cast<int64_t>(chunks.tasks.size())) {
+      const auto [next_unit_idx, next_chunk_idx] = chunks.tasks[next_idx];
+      next = chunk_of(units[next_unit_idx], next_chunk_idx, chunks.chunk_tokens);
+      task.next = &next;
+    }
     float* rows = nullptr;
     if (unit.num_chunks > 1) {
       rows = partial_rows.get() + unit.partial_begin + chunk_idx * unit.num_rows() * PartialRows::stride(p);

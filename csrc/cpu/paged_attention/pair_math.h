@@ -54,6 +54,7 @@ struct PairMath {
   static constexpr int PACK = 2;
   static constexpr int OPERANDS = sizeof(Cache) == 2 ? 1 : 2;
   static constexpr int STEP = 32 * OPERANDS;
+  static constexpr bool IS_STORED = std::is_same_v<Cache, bfloat16>;
   static constexpr int EXP_DEGREE = 4;
 
   static void load(const bfloat16* p, int64_t count, Operand (&x)[1]) {
@@ -68,6 +69,9 @@ struct PairMath {
     widen(bytes, x);
   }
   static Operand load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static Operand load_in_lanes(const uint32_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static void store_dwords(uint32_t* p, Operand x) { _mm512_storeu_si512(p, x); }
   static Operand broadcast(const uint32_t* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
   static Float multiply_add(Operand a, Operand b, Float c) {

@@ -17,10 +17,9 @@
 #include <utility>
 
 #include "common/masks.h"
-#include "common/online_softmax.h"
 #include "cpu/paged_attention/block_products.h"
+#include "cpu/paged_attention/block_store.h"
 #include "cpu/paged_attention/scores.h"
-#include "cpu/paged_attention/store.h"
 #include "cpu/paged_attention/task.h"
 #include "cpu/paged_attention/tile_rows.h"
 
@@ -39,7 +38,6 @@ class Prefill {
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
   static constexpr int BLOCK_ROWS = Products::ROWS;
-  static constexpr int LINE_ELEMENTS = 64 / sizeof(Cache);
 
   // A block of rows and what is known of them.
   struct Block {
@@ -51,8 +49,9 @@ class Prefill {
     int32_t* position;     // [BLOCK_ROWS]
     RowMask* masks;        // [BLOCK_ROWS]
     int num_rows;
-    int32_t seen_begin, seen_end;  // keys that some row sees
-    int32_t sure_begin, sure_end;  // keys that every row sees
+    int32_t seen_begin, seen_end;     // keys that some row sees
+    int32_t sure_begin, sure_end;     // keys that every row sees
+    int32_t vector_end[ROW_VECTORS];  // keys that some row of these or earlier vectors of rows sees end here
   };
 
  public:
@@ -97,35 +96,38 @@ class Prefill {
   void attend(float* partial_rows) {
     int32_t begin = task_.keys_begin & ~1;
     if (begin < task_.keys_end) {
-      next_->find(p_, task_, begin, tile_end(begin));
-      fetch_next(0, PREFILL_TOKENS);
+      plan_fetches(&task_, begin, 1);
+      fetch_some();
     }
     for (int i = 0; i < num_blocks_; ++i) start(blocks_[i], task_.row_begin + i * BLOCK_ROWS);
     while (begin < task_.keys_end) {
-      const int32_t end = tile_end(begin);
+      const int32_t end = tile_end(task_, begin);
+      const bool is_last = end >= task_.keys_end;
       std::swap(current_, next_);
-      next_->num_tokens = 0;
-      if (end < task_.keys_end) next_->find(p_, task_, end, tile_end(end));
+      int num_slices = 0;
+      for (int i = 0; i < num_blocks_; ++i) num_slices += tile_of(blocks_[i], begin, end).num_slices();
+      if (is_last) {
+        plan_fetches(task_.next, task_.next == nullptr ? 0 : task_.next->keys_begin & ~1, num_slices);
+      } else {
+        plan_fetches(&task_, end, num_slices);
+      }
       load_keys_and_values();
       bool all_sure = true;
       for (int i = 0; i < num_blocks_; ++i) all_sure &= is_sure(blocks_[i], begin, end);
       has_specials_ = false;
       if (!all_sure) take_specials_out();
-      for (int i = 0; i < num_blocks_; ++i) attend_tile(blocks_[i], begin, end, i == 0);
+      for (int i = 0; i < num_blocks_; ++i) attend_tile(blocks_[i], begin, end);
       begin = end;
     }
     for (int i = 0; i < num_blocks_; ++i) {
-      if (partial_rows != nullptr) {
-        store_partial(blocks_[i], partial_rows + i * BLOCK_ROWS * PartialRows::stride(p_));
-      } else {
-        store_whole(blocks_[i], task_.row_begin + i * BLOCK_ROWS);
-      }
+      store(blocks_[i], task_.row_begin + i * BLOCK_ROWS, partial_rows);
+      if (partial_rows != nullptr) partial_rows += BLOCK_ROWS * PartialRows::stride(p_);
     }
   }
 
   // Tiles begin and end at even tokens, so that the two of a pair are the same for every task.
-  int32_t tile_end(int32_t begin) const {
-    return min_of(begin / PREFILL_TOKENS * PREFILL_TOKENS + PREFILL_TOKENS, (task_.keys_end + 1) & ~1);
+  static int32_t tile_end(const AttentionTask& task, int32_t begin) {
+    return min_of(begin / PREFILL_TOKENS * PREFILL_TOKENS + PREFILL_TOKENS, (task.keys_end + 1) & ~1);
   }
 
   static bool is_sure(const Block& block, int32_t begin, int32_t end) {
@@ -160,22 +162,18 @@ class Prefill {
         block.seen_end = max_of(block.seen_end, block.end[row]);
       }
     }
+    int32_t vector_end = 0;
+    for (int vector = 0; vector < ROW_VECTORS; ++vector) {
+      for (int row = vector * WIDTH; row < (vector + 1) * WIDTH; ++row) {
+        if (block.begin[row] < block.end[row]) vector_end = max_of(vector_end, block.end[row]);
+      }
+      block.vector_end[vector] = vector_end;
+    }
     for (int row = 0; row < block.num_rows && p_.alibi_slopes != nullptr; ++row) {
       block.slope[row] = p_.alibi_slopes[task_.kv_head_idx * group + (first_row + row) % group];
     }
-    for (int row = 0; row < block.num_rows; ++row) fetch_query(first_row + row);
     std::memset(block.acc, 0, padded_value_dim_ * BLOCK_ROWS * sizeof(float));
     for (int row = 0; row < BLOCK_ROWS; row += WIDTH) load_query(block, first_row + row, row);
-  }
-
-  // All rows of a block at once, as they may lie far apart.
-  void fetch_query(int64_t row) const {
-    const int64_t group = p_.num_heads / p_.num_kv_heads, head_idx = task_.kv_head_idx * group + row % group;
-    const int64_t size = p_.query_dtype == DType::float32 ? 4 : 2;
-    const char* query =
-        static_cast<const char*>(p_.query) +
-        ((task_.query_begin + row / group) * p_.query_token_stride + head_idx * p_.query_head_stride) * size;
-    for (int64_t byte = 0; byte < p_.head_dim * size; byte += 64) _mm_prefetch(query + byte, _MM_HINT_T0);
   }
 
   // WIDTH rows of queries, turned so that a row is a lane.
@@ -232,18 +230,50 @@ class Prefill {
     }
   }
 
-  // The next tile's rows for the tokens [begin, end) of it, into the L2 cache.
-  void fetch_next(int begin, int end) const {
-    const auto* keys = static_cast<const Cache*>(p_.key_cache) + task_.kv_head_idx * p_.key_cache_head_stride;
-    const auto* values =
-        static_cast<const Cache*>(p_.value_cache) + task_.kv_head_idx * p_.value_cache_head_stride;
-    for (int token = begin; token < min_of(end, next_->num_tokens); ++token) {
-      if (next_->key[token] < 0) continue;
-      for (int64_t i = 0; i < p_.head_dim; i += LINE_ELEMENTS) {
-        _mm_prefetch(keys + next_->key[token] + i, _MM_HINT_T1);
-      }
-      for (int64_t i = 0; i < p_.value_head_dim; i += LINE_ELEMENTS) {
-        _mm_prefetch(values + next_->value[token] + i, _MM_HINT_T1);
+  // What is fetched into the L2 cache while the current tile is worked on, in num_steps steps: the tile of
+  // the task's keys from `begin` on; where that is another task's, also its queries, and this task's out.
+  void plan_fetches(const AttentionTask* task, int32_t begin, int num_steps) {
+    fetched_task_ = task;
+    fetched_token_ = fetched_row_ = 0;
+    tokens_per_step_ = rows_per_step_ = 0;
+    next_->num_tokens = 0;
+    if (task == nullptr || begin >= task->keys_end) return;
+    next_->find(p_, *task, begin, tile_end(*task, begin));
+    tokens_per_step_ = static_cast<int>(ceil_div(next_->num_tokens, max_of(1, num_steps)));
+    const int64_t num_rows = max_of(task->row_end - task->row_begin, task_.row_end - task_.row_begin);
+    if (task != &task_ || num_steps == 1) {
+      rows_per_step_ = static_cast<int>(ceil_div(num_rows, max_of(1, num_steps)));
+    }
+  }
+
+  void fetch_some() {
+    const auto fetch = [](const auto* row, int64_t count) {
+      for (int64_t i = 0; i < count; i += 64 / sizeof(*row)) _mm_prefetch(row + i, _MM_HINT_T1);
+    };
+    if (fetched_task_ == nullptr) return;
+    const int64_t kv_head_idx = fetched_task_->kv_head_idx;
+    const auto* keys = static_cast<const Cache*>(p_.key_cache) + kv_head_idx * p_.key_cache_head_stride;
+    const auto* values = static_cast<const Cache*>(p_.value_cache) + kv_head_idx * p_.value_cache_head_stride;
+    const int token_end = min_of(fetched_token_ + tokens_per_step_, next_->num_tokens);
+    for (; fetched_token_ < token_end; ++fetched_token_) {
+      if (next_->key[fetched_token_] < 0) continue;
+      fetch(keys + next_->key[fetched_token_], p_.head_dim);
+      fetch(values + next_->value[fetched_token_], p_.value_head_dim);
+    }
+    const int64_t group = p_.num_heads / p_.num_kv_heads, size = p_.query_dtype == DType::float32 ? 4 : 2;
+    const auto fetch_row = [&](const AttentionTask& task, const void* tensor, int64_t token_stride,
+                               int64_t head_stride, int64_t dim) {
+      const int64_t row = task.row_begin + fetched_row_;
+      if (row >= task.row_end) return;
+      const int64_t token_idx = task.query_begin + row / group,
+                    head_idx = task.kv_head_idx * group + row % group;
+      fetch(static_cast<const char*>(tensor) + (token_idx * token_stride + head_idx * head_stride) * size,
+            dim * size);
+    };
+    for (int i = 0; i < rows_per_step_; ++i, ++fetched_row_) {
+      fetch_row(*fetched_task_, p_.query, p_.query_token_stride, p_.query_head_stride, p_.head_dim);
+      if (fetched_task_ != &task_) {
+        fetch_row(task_, p_.out, p_.out_token_stride, p_.out_head_stride, p_.value_head_dim);
       }
     }
   }
@@ -283,27 +313,46 @@ class Prefill {
     }
   }
 
-  void attend_tile(Block& block, int32_t tile_begin, int32_t tile_end, bool fetches) {
-    // Of the tile, what the block's rows see; still pairs.
-    const int begin = max_of(0, (block.seen_begin & ~1) - tile_begin);
-    const int end = min_of(tile_end, (block.seen_end + 1) & ~1) - tile_begin;
-    if (begin >= end) return;
-    alignas(64) float factor[BLOCK_ROWS], largest[BLOCK_ROWS];
-    std::fill_n(largest, BLOCK_ROWS, NEG_INF);
-    constexpr int SLICE = 8;
-    for (int token = begin; token < end; token += SLICE) {
-      Products::multiply_keys(keys_ + token * padded_key_dim_ / PACK, padded_key_dim_ / PACK, key_dwords_,
-                              min_of(SLICE, end - token), block.query, score_ + token * BLOCK_ROWS, largest);
-      if (fetches) fetch_next(token, token + SLICE);
+  // Of a tile, the tokens that each vector of a block's rows sees; still pairs.
+  struct SeenTile {
+    static constexpr int SLICE = 8;
+    int begin, end[ROW_VECTORS];
+    int last_end() const { return end[ROW_VECTORS - 1]; }
+    int num_slices() const { return max_of(0, (last_end() - begin + SLICE - 1) / SLICE); }
+  };
+
+  static SeenTile tile_of(const Block& block, int32_t tile_begin, int32_t tile_end) {
+    SeenTile seen;
+    seen.begin = max_of(0, (block.seen_begin & ~1) - tile_begin);
+    for (int vector = 0; vector < ROW_VECTORS; ++vector) {
+      seen.end[vector] = min_of(tile_end, (block.vector_end[vector] + 1) & ~1) - tile_begin;
     }
-    const bool masks = !is_sure(block, tile_begin + begin, tile_begin + end);
-    if (rule_.adjusts) adjust_scores(block, tile_begin, begin, end);
-    if (masks) mask_scores(block, tile_begin, begin, end);
-    if (rule_.adjusts || masks) find_largest(begin, end, largest);
-    for (int lane = 0; lane < BLOCK_ROWS; lane += WIDTH) weigh(block, lane, begin, end, largest, factor);
-    Products::multiply_values(values_ + begin / PACK * value_stride_, value_stride_, (end - begin) / PACK,
-                              p_.value_head_dim, weight_ + begin / PACK * BLOCK_ROWS, factor, block.acc);
-    if (has_specials_) add_specials(block, begin, end);
+    return seen;
+  }
+
+  void attend_tile(Block& block, int32_t tile_begin, int32_t tile_end) {
+    const SeenTile seen = tile_of(block, tile_begin, tile_end);
+    const int begin = seen.begin, last_end = seen.last_end();
+    if (begin >= last_end) return;
+    alignas(64) float factor[BLOCK_ROWS], largest[BLOCK_ROWS], unused[BLOCK_ROWS];
+    std::fill_n(largest, BLOCK_ROWS, NEG_INF);
+    std::fill_n(unused, BLOCK_ROWS, NEG_INF);
+    for (int token = begin; token < last_end; token += SeenTile::SLICE) {
+      const int slice_end = min_of(token + SeenTile::SLICE, last_end);
+      const bool is_plain = is_sure(block, tile_begin + token, tile_begin + slice_end);
+      Products::multiply_keys(keys_, padded_key_dim_ / PACK, key_dwords_, token, slice_end, seen.end,
+                              block.query, score_, is_plain && !rule_.adjusts ? largest : unused);
+      fetch_some();
+      if (rule_.adjusts) adjust_scores(block, tile_begin, token, slice_end);
+      if (!is_plain) mask_scores(block, tile_begin, token, slice_end);
+      if (rule_.adjusts || !is_plain) raise_largest(token, slice_end, largest);
+    }
+    for (int vector = 0; vector < ROW_VECTORS; ++vector) {
+      weigh(block, vector * WIDTH, begin, seen.end[vector], largest, factor);
+    }
+    Products::multiply_values(values_, value_stride_, begin / PACK, seen.end, p_.value_head_dim, weight_,
+                              factor, block.acc);
+    if (has_specials_) add_specials(block, begin, last_end);
   }
 
   void adjust_scores(const Block& block, int32_t tile_begin, int begin, int end) {
@@ -331,9 +380,9 @@ class Prefill {
     }
   }
 
-  void find_largest(int begin, int end, float* largest) const {
+  void raise_largest(int begin, int end, float* largest) const {
     for (int lane = 0; lane < BLOCK_ROWS; lane += WIDTH) {
-      Float most = Isa::set(NEG_INF);
+      Float most = Isa::load(largest + lane);
       for (int token = begin; token < end; ++token) {
         most = Isa::max(most, Isa::load(score_ + token * BLOCK_ROWS + lane));
       }
@@ -362,71 +411,15 @@ class Prefill {
     Isa::store(block.sum + lane, Isa::fma(Isa::load(block.sum + lane), fade, Isa::add(sum[0], sum[1])));
   }
 
-  // The rows of the whole sequence: out and lse.
-  template <class Query>
-  void store(const Block& block, int64_t first_row) const {
-    const int64_t group = p_.num_heads / p_.num_kv_heads;
-    const float value_scale = scale_of(p_.v_scale, p_.v_scale_value, task_.kv_head_idx);
-    alignas(64) float multiplier[BLOCK_ROWS] = {}, divisor[BLOCK_ROWS];
-    Query* out[BLOCK_ROWS];
-    for (int row = 0; row < block.num_rows; ++row) {
-      const int64_t token_idx = task_.query_begin + (first_row + row) / group;
-      const int64_t head_idx = task_.kv_head_idx * group + (first_row + row) % group;
-      const Normaliser end =
-          end_row<Isa, Query>(p_, token_idx, head_idx, rule_.exported(block.largest[row]), block.sum[row]);
-      multiplier[row] = end.multiplier * value_scale;
-      divisor[row] = end.divisor;
-      out[row] = out_row<Query>(p_, token_idx, head_idx);
-    }
-    std::fill(divisor + block.num_rows, divisor + BLOCK_ROWS, 1.0f);
-    for_turned(
-        block,
-        [&](int row_begin, int64_t dim, Float(&x)[WIDTH]) {
-          const Float m = Isa::load(multiplier + row_begin), d = Isa::load(divisor + row_begin);
-          for (int i = 0; i < WIDTH; ++i) x[i] = normalised<Isa, Query>(x[i], m, d);
-        },
-        [&](int row, int64_t dim, Float x) { Isa::narrow(out[row] + dim, x, p_.value_head_dim - dim); });
-  }
-
-  void store_whole(const Block& block, int64_t first_row) const {
-    if constexpr (PACK == 2) {
-      store<bfloat16>(block, first_row);
+  void store(const Block& block, int64_t first_row, float* partial_rows) const {
+    const BlockStore<Isa, BLOCK_ROWS> stored{p_,        task_,         rule_,    first_row, block.num_rows,
+                                             block.acc, block.largest, block.sum};
+    if (partial_rows != nullptr) {
+      stored.partial(partial_rows);
+    } else if constexpr (PACK == 2) {
+      stored.template whole<bfloat16>();
     } else {
-      dispatch_float_dtype(p_.query_dtype, [&]<class Query>() { store<Query>(block, first_row); });
-    }
-  }
-
-  // What is known of the rows after one of several chunks.
-  void store_partial(const Block& block, float* partial_rows) const {
-    const int64_t stride = PartialRows::stride(p_);
-    const Float scale = Isa::set(scale_of(p_.v_scale, p_.v_scale_value, task_.kv_head_idx));
-    for_turned(
-        block,
-        [&](int, int64_t, Float(&x)[WIDTH]) {
-          for (int i = 0; i < WIDTH; ++i) x[i] = Isa::mul(x[i], scale);
-        },
-        [&](int row, int64_t dim, Float x) {
-          Isa::narrow(partial_rows + row * stride + dim, x, p_.value_head_dim - dim);
-        });
-    for (int row = 0; row < block.num_rows; ++row) {
-      partial_rows[row * stride + p_.value_head_dim] = rule_.exported(block.largest[row]);
-      partial_rows[row * stride + p_.value_head_dim + 1] = block.sum[row];
-    }
-  }
-
-  // acc, turned back so that a vector is WIDTH dimensions of a row: before(row_begin, dim, x) while a row is
-  // still a lane, then after(row, dim, x).
-  template <class Before, class After>
-  void for_turned(const Block& block, Before&& before, After&& after) const {
-    for (int row_begin = 0; row_begin < block.num_rows; row_begin += WIDTH) {
-      const int num_rows = min_of(WIDTH, block.num_rows - row_begin);
-      for (int64_t dim = 0; dim < p_.value_head_dim; dim += WIDTH) {
-        Float x[WIDTH];
-        for (int i = 0; i < WIDTH; ++i) x[i] = Isa::load(block.acc + (dim + i) * BLOCK_ROWS + row_begin);
-        before(row_begin, dim, x);
-        Isa::transpose(x);
-        for (int i = 0; i < num_rows; ++i) after(row_begin + i, dim, x[i]);
-      }
+      dispatch_float_dtype(p_.query_dtype, [&]<class Query>() { stored.template whole<Query>(); });
     }
   }
 
@@ -437,6 +430,8 @@ class Prefill {
   int64_t padded_key_dim_, padded_value_dim_, value_stride_, memory_;
   int key_dwords_, num_blocks_;
   bool has_specials_ = false;
+  const AttentionTask* fetched_task_;  // of plan_fetches
+  int fetched_token_, fetched_row_, tokens_per_step_, rows_per_step_;
   TileRows<PREFILL_TOKENS> tiles_[2], *current_ = &tiles_[0], *next_ = &tiles_[1];
   uint32_t* keys_;              // [PREFILL_TOKENS, padded_key_dim / PACK]
   uint32_t* values_;            // [PREFILL_TOKENS / PACK, value_stride]
