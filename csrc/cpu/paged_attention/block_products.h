@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cpu/paged_attention/fetch.h"
+
 namespace pagedkv::cpu {
 namespace {  // each instruction set has a copy of its own
 
@@ -14,17 +16,18 @@ struct BlockProducts {
   using Operand = typename Math::Operand;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int ROWS = ROW_VECTORS * WIDTH;
-  // score[token][row] for the tokens [token_begin, token_end) (an even number) of keys of num_dwords each;
+  // score[token][row] for the tokens [token_begin, token_end) (an even number) of keys, num_dwords each;
   // query is [num_dwords][ROWS]. Raises largest[row] to the largest score. Vector i of rows sees the tokens
-  // before ends[i], which do not fall; what it gets for later ones means nothing.
-  static void multiply_keys(const uint32_t* keys, int64_t key_stride, int num_dwords, int token_begin,
-                            int token_end, const int* ends, const uint32_t* query, float* score,
+  // before ends[i], which do not fall; what it gets for later ones means nothing. Fetches `fetched`
+  // meanwhile.
+  static void multiply_keys(const uint32_t* const* keys, int num_dwords, int token_begin, int token_end,
+                            const int* ends, const uint32_t* query, const FetchList& fetched, float* score,
                             float* largest) {
-    int token = token_begin;
+    int token = token_begin, num_fetched = 0;
     const auto multiply = [&]<int NUM_TOKENS, int FIRST>() {
-      key_tile<NUM_TOKENS, ROW_VECTORS - FIRST>(keys + token * key_stride, key_stride, num_dwords,
-                                                query + FIRST * WIDTH, score + token * ROWS + FIRST * WIDTH,
-                                                largest + FIRST * WIDTH);
+      key_tile<NUM_TOKENS, ROW_VECTORS - FIRST>(
+          keys + token, num_dwords, query + FIRST * WIDTH, fetched.line + num_fetched,
+          fetched.size - num_fetched, score + token * ROWS + FIRST * WIDTH, largest + FIRST * WIDTH);
     };
     while (token < token_end) {
       const int num_tokens = token + TILE <= token_end ? TILE : 2;
@@ -33,7 +36,9 @@ struct BlockProducts {
                            : multiply.template operator()<2, FIRST>();
       });
       token += num_tokens;
+      num_fetched = num_fetched + num_dwords < fetched.size ? num_fetched + num_dwords : fetched.size;
     }
+    fetched.fetch_from(num_fetched);
   }
 
   // acc[dim][row] = acc[dim][row] * factor[row] + sum over the dwords i from `begin` on of values[i][dim] *
@@ -60,17 +65,24 @@ struct BlockProducts {
 
   // Not inlined: in a function of their own, all operands find a register.
   template <int NUM_TOKENS, int NUM_VECTORS>
-  [[gnu::noinline]] static void key_tile(const uint32_t* keys, int64_t key_stride, int num_dwords,
-                                         const uint32_t* query, float* score, float* largest) {
+  [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, int num_dwords, const uint32_t* query,
+                                         const char* const* fetched, int num_fetched, float* score,
+                                         float* largest) {
+    const uint32_t* key[NUM_TOKENS];
+    for (int t = 0; t < NUM_TOKENS; ++t) {
+      key[t] = keys[t];
+      fetch_to_l1(score + t * ROWS, NUM_VECTORS * WIDTH * sizeof(float));
+    }
     Float sum[NUM_TOKENS][NUM_VECTORS];
     clear(sum);
     for (int i = 0; i < num_dwords; ++i, query += ROWS) {
+      if (i < num_fetched) _mm_prefetch(fetched[i], _MM_HINT_T1);
       Operand q[NUM_VECTORS];
 #pragma GCC unroll 4
       for (int r = 0; r < NUM_VECTORS; ++r) q[r] = Math::load_dwords(query + r * WIDTH);
 #pragma GCC unroll 8
       for (int t = 0; t < NUM_TOKENS; ++t) {
-        const Operand k = Math::broadcast(keys + t * key_stride + i);
+        const Operand k = Math::broadcast(key[t] + i);
 #pragma GCC unroll 4
         for (int r = 0; r < NUM_VECTORS; ++r) sum[t][r] = Math::multiply_add(q[r], k, sum[t][r]);
       }
@@ -90,6 +102,7 @@ struct BlockProducts {
   [[gnu::noinline]] static void value_tile(const uint32_t* values, int64_t value_stride, int begin,
                                            const int* ends, const uint32_t* weight, const float* factor,
                                            float* acc) {
+    fetch_to_l1(acc, TILE * ROWS * sizeof(float));
     Float sum[TILE][ROW_VECTORS];
     clear(sum);
     add_values<0>(values, value_stride, begin, ends, weight, sum);

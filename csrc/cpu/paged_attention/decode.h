@@ -8,9 +8,9 @@
 // of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a few vectors of
 // head_dim.
 //
-// Bytes: K and V once. Keys come in tiles of TOKENS; an item is a tile of one KV head. While a task works on
-// an item it fetches the next one, a line at a time, into the L2 cache (the T1 hint: the L1 cache is too
-// small to run ahead in).
+// Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Random pieces of memory come at
+// half the speed of a stream, so a task takes the heads that lie side by side, and while it works on a tile
+// it fetches the next one, of the next task where that is known, in the order of memory.
 #pragma once
 
 #include <cstring>
@@ -18,6 +18,7 @@
 
 #include "common/paging.h"
 #include "cpu/paged_attention/decode_products.h"
+#include "cpu/paged_attention/fetch.h"
 #include "cpu/paged_attention/scores.h"
 #include "cpu/paged_attention/store.h"
 #include "cpu/paged_attention/task.h"
@@ -40,6 +41,8 @@ class Decode {
   static constexpr int LANE_TOKENS = Products::LANE_TOKENS;
   static constexpr int KEY_TOKENS = Products::KEY_TOKENS, KEY_VECTORS = Products::KEY_VECTORS;
   static constexpr int ROWS = Isa::DECODE_ROWS;
+  static constexpr int64_t AHEAD_BYTES =
+      128 * 1024;  // of K and V that are fetched ahead: they and a tile are in the L2 cache
   static constexpr int MAX_VECTORS = AttentionKernels::DECODE_ROWS / LANE_ROWS;  // of rows
 
  public:
@@ -56,6 +59,13 @@ class Decode {
     key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
     copies_keys_ = !Math::IS_STORED || p.head_dim % Math::STEP != 0;
+    // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
+    const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
+    heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
+    tile_tokens_ = heads_lie_together_ && p.num_kv_heads * item_bytes > 2 * AHEAD_BYTES ? TOKENS / 2 : TOKENS;
+    heads_ahead_ = heads_lie_together_
+                       ? task.num_kv_heads
+                       : min_of(task.num_kv_heads, max_of<int64_t>(1, AHEAD_BYTES / item_bytes));
     const int64_t num_rows = task.num_kv_heads * group_, num_vectors = task.num_kv_heads * num_vectors_;
     Arena arena(memory);
     query_ = arena.take<uint32_t>(num_vectors * LANE_ROWS * key_dwords_);
@@ -72,35 +82,39 @@ class Decode {
 
   void attend(float* partial_rows) {
     start();
-    TileRows<TOKENS> tile;
-    Item items[2], *item = &items[0], *next = &items[1];
-    const auto find_tile = [&](const AttentionTask& task, int32_t token) {
-      tile.find(p_, task, token, min_of(token + TOKENS, task.keys_end));
+    TileRows<TOKENS> tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    Item item, fetched;
+    const auto find_tile = [&](const AttentionTask& task, int32_t token, TileRows<TOKENS>& rows) {
+      rows.find(p_, task, token, min_of(token + tile_tokens_, task.keys_end));
     };
-    if (task_.keys_begin < task_.keys_end) {
-      find_tile(task_, task_.keys_begin);
-      find_item(tile, task_.kv_head_idx, *item);
-      for (int t = 0; t < item->num_tokens; ++t) {
-        Products::fetch(item->key[t], p_.head_dim);
-        Products::fetch(item->value[t], p_.value_head_dim);
+    if (task_.keys_begin < task_.keys_end) find_tile(task_, task_.keys_begin, *tile);
+    for (int64_t head = 0; head < heads_ahead_; ++head) {
+      find_share(*tile, task_, head, fetched);
+      for (int t = 0; t < tile_tokens_; ++t) {
+        fetch_to_l2(fetched.key[t], p_.head_dim * sizeof(Cache));
+        fetch_to_l2(fetched.value[t], p_.value_head_dim * sizeof(Cache));
       }
     }
-    for (int32_t token = task_.keys_begin; token < task_.keys_end; token += TOKENS) {
-      for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
-        if (head + 1 < task_.num_kv_heads) {
-          find_item(tile, task_.kv_head_idx + head + 1, *next);
-        } else if (token + TOKENS < task_.keys_end) {
-          find_tile(task_, token + TOKENS);
-          find_item(tile, task_.kv_head_idx, *next);
-        } else if (task_.next != nullptr && task_.next->keys_begin < task_.next->keys_end) {
-          find_tile(*task_.next, task_.next->keys_begin);
-          find_item(tile, task_.next->kv_head_idx, *next);
-        } else {
-          *next = *item;  // fetched in vain
-        }
-        attend_item(head, token, *item, *next);
-        std::swap(item, next);
+    for (int32_t token = task_.keys_begin; token < task_.keys_end; token += tile_tokens_) {
+      const int32_t tile_end = token + tile_tokens_;
+      const AttentionTask* next_task = tile_end < task_.keys_end ? &task_ : task_.next;
+      next->num_tokens = 0;
+      if (next_task == &task_) {
+        find_tile(task_, tile_end, *next);
+      } else if (next_task != nullptr && next_task->keys_begin < next_task->keys_end) {
+        find_tile(*next_task, next_task->keys_begin, *next);
       }
+      for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
+        find_item(*tile, task_.kv_head_idx + head, item);
+        const int64_t ahead = head + heads_ahead_;
+        if (ahead < task_.num_kv_heads) {
+          find_share(*tile, task_, ahead, fetched);
+        } else {
+          find_share(*next, next_task != nullptr ? *next_task : task_, ahead - task_.num_kv_heads, fetched);
+        }
+        attend_item(head, token, item, fetched);
+      }
+      std::swap(tile, next);
     }
     finish(partial_rows != nullptr ? partial_rows : whole_rows_);
     if (partial_rows == nullptr) store_whole();
@@ -130,19 +144,43 @@ class Decode {
     }
   }
 
-  void find_item(const TileRows<TOKENS>& tile, int64_t kv_head_idx, Item& item) const {
-    const auto* keys = static_cast<const Cache*>(p_.key_cache) + kv_head_idx * p_.key_cache_head_stride;
-    const auto* values = static_cast<const Cache*>(p_.value_cache) + kv_head_idx * p_.value_cache_head_stride;
-    item.num_tokens = tile.num_tokens;
-    item.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
-    for (int i = 0; i < tile.num_tokens; ++i) {
-      item.key[i] = keys + tile.key[i];
-      item.value[i] = values + tile.value[i];
-    }
-    for (int i = tile.num_tokens; i < TOKENS; ++i) item.key[i] = item.value[i] = zeros_;
+  const Cache* key_cache(int64_t kv_head_idx) const {
+    return static_cast<const Cache*>(p_.key_cache) + kv_head_idx * p_.key_cache_head_stride;
+  }
+  const Cache* value_cache(int64_t kv_head_idx) const {
+    return static_cast<const Cache*>(p_.value_cache) + kv_head_idx * p_.value_cache_head_stride;
   }
 
-  void attend_item(int64_t head, int32_t token, const Item& item, const Item& next) {
+  void find_item(const TileRows<TOKENS>& tile, int64_t kv_head_idx, Item& item) const {
+    const Cache *keys = key_cache(kv_head_idx), *values = value_cache(kv_head_idx);
+    item.num_tokens = tile.num_tokens;
+    item.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
+    for (int i = 0; i < tile.num_tokens; ++i) item.key[i] = keys + tile.key[i];
+    for (int i = 0; i < tile.num_tokens; ++i) item.value[i] = values + tile.value[i];
+    for (int i = tile.num_tokens; i < tile_tokens_; ++i) item.key[i] = item.value[i] = zeros_;
+  }
+
+  // What to fetch of the task's tile as its share number `head`, in the order of memory.
+  void find_share(const TileRows<TOKENS>& tile, const AttentionTask& task, int64_t head,
+                  Item& fetched) const {
+    if (!heads_lie_together_) {
+      if (head < task.num_kv_heads) find_item(tile, task.kv_head_idx + head, fetched);
+      return;
+    }
+    int64_t token = head * tile_tokens_ / task.num_kv_heads;
+    int64_t row_head = head * tile_tokens_ % task.num_kv_heads;
+    for (int i = 0; i < tile_tokens_; ++i) {
+      const bool is_there = token < tile.num_tokens;
+      fetched.key[i] = is_there ? key_cache(task.kv_head_idx + row_head) + tile.key[token] : zeros_;
+      fetched.value[i] = is_there ? value_cache(task.kv_head_idx + row_head) + tile.value[token] : zeros_;
+      if (++row_head == task.num_kv_heads) {
+        row_head = 0;
+        ++token;
+      }
+    }
+  }
+
+  void attend_item(int64_t head, int32_t token, const Item& item, const Item& fetched) {
     // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
@@ -150,14 +188,20 @@ class Decode {
     const uint32_t* query = query_ + head * num_vectors_ * LANE_ROWS * key_dwords_;
     int vector = 0;
     for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
-      multiply_keys<KEY_VECTORS>(item, next, query, vector, score);
+      multiply_keys<KEY_VECTORS>(item, fetched, query, vector, score);
     }
-    for (; vector < num_vectors_; ++vector) multiply_keys<1>(item, next, query, vector, score);
+    for (; vector < num_vectors_; ++vector) multiply_keys<1>(item, fetched, query, vector, score);
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int i = 0; i < num_vectors_; ++i) {
       weigh(head * num_vectors_ + i, rule, token, item.num_tokens, score[i],
             weight + i * Products::WEIGHT_VECTOR_STRIDE, factor + i * WIDTH);
     }
+    int num_passes = 0;
+    for (int row = 0; row < group_; row += ROWS) {
+      const int num_vectors = Products::value_vectors(min_of(ROWS, group_ - row));
+      num_passes += static_cast<int>(ceil_div(p_.value_head_dim, num_vectors * WIDTH));
+    }
+    typename Products::RowFetch fetch{fetched.value, p_.value_head_dim * int64_t{sizeof(Cache)}, num_passes};
     for (int row = 0; row < group_; row += ROWS) {
       const uint32_t* row_weight = weight + row / LANE_ROWS * Products::WEIGHT_VECTOR_STRIDE +
                                    row % LANE_ROWS * Products::WEIGHT_ROW_STRIDE;
@@ -165,8 +209,8 @@ class Decode {
       float* acc = acc_ + (head * group_ + row) * padded_value_dim_;
       const int num_rows = min_of(ROWS, group_ - row);
       const auto values = [&]<int NUM_ROWS>() {
-        Products::template multiply_values<NUM_ROWS>(item, row == 0 ? &next : nullptr, row_weight, row_factor,
-                                                     acc, padded_value_dim_, p_.value_head_dim);
+        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight, row_factor, acc,
+                                                     padded_value_dim_, p_.value_head_dim);
       };
       if (num_rows == 1) values.template operator()<1>();
       if (num_rows == 2) values.template operator()<2>();
@@ -177,21 +221,32 @@ class Decode {
     }
   }
 
-  // score[row vector][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of
-  // rows
+  // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords.
   template <int VECTORS>
-  void multiply_keys(const Item& item, const Item& next, const uint32_t* query, int vector,
+  void multiply_keys(const Item& item, const Item& fetched, const uint32_t* query, int vector,
                      float (*score)[TOKENS / 4][WIDTH]) {
     const auto num_dwords = static_cast<int>(p_.head_dim / PACK);
-    const uint32_t* keys[KEY_TOKENS];
+    const int64_t row_bytes = p_.head_dim * sizeof(Cache);
     for (int token = 0; token < item.num_padded; token += KEY_TOKENS) {
+      const uint32_t* keys[KEY_TOKENS];
+      if (vector == 0) fetch_again(item, token);
       for (int t = 0; t < KEY_TOKENS; ++t) {
-        if (vector == 0) Products::fetch(next.key[token + t], p_.head_dim);
         keys[t] = copies_keys_ ? copy_key(item.key[token + t], copied_keys_ + t * key_dwords_)
                                : reinterpret_cast<const uint32_t*>(item.key[token + t]);
       }
-      Products::template key_tile<VECTORS>(keys, num_dwords, query + vector * LANE_ROWS * key_dwords_,
-                                           LANE_ROWS * key_dwords_, score[vector][token / 4]);
+      Products::template key_tile<VECTORS>(keys, fetched.key + token, vector == 0 ? row_bytes : 0, num_dwords,
+                                           query + vector * LANE_ROWS * key_dwords_, LANE_ROWS * key_dwords_,
+                                           score[vector][token / 4]);
+    }
+  }
+
+  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
+  // get lost.
+  void fetch_again(const Item& item, int token) const {
+    const int next_keys = min_of(token + KEY_TOKENS, item.num_padded - KEY_TOKENS);
+    for (int t = 0; t < KEY_TOKENS; ++t) {
+      fetch_to_l1(item.key[next_keys + t], p_.head_dim * sizeof(Cache));
+      fetch_to_l1(item.value[token + t], p_.value_head_dim * sizeof(Cache));
     }
   }
 
@@ -300,6 +355,9 @@ class Decode {
   const AttentionTask& task_;
   int group_, num_vectors_;  // rows of a KV head, and vectors of them
   int key_dwords_;           // of a padded row
+  bool heads_lie_together_;  // in memory, those of a token; otherwise the tokens of a head
+  int tile_tokens_;
+  int64_t heads_ahead_;  // items between asking for one and working on it
   bool copies_keys_;
   int64_t padded_value_dim_, memory_;
   uint32_t* query_;        // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4]

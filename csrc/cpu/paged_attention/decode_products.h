@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cpu/paged_attention/fetch.h"
+
 namespace pagedkv::cpu {
 namespace {  // each instruction set has a copy of its own
 
@@ -30,33 +32,34 @@ struct DecodeProducts {
     const Cache *key[TOKENS], *value[TOKENS];
   };
 
-  static void fetch(const Cache* row, int64_t count) {
-    const char* bytes = reinterpret_cast<const char*>(row);
-    const int64_t num_bytes = count * static_cast<int64_t>(sizeof(Cache));
-    for (int64_t byte = 0; byte < num_bytes; byte += 64) _mm_prefetch(bytes + byte, _MM_HINT_T1);
-  }
-
   // score[v][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of rows and
-  // KEY_TOKENS tokens.
-  // Not inlined: in a function of its own, all operands find a register.
+  // KEY_TOKENS tokens. Fetches as many rows of row_bytes, evenly. Not inlined: in a function of its own, all
+  // operands find a register.
   template <int VECTORS>
-  [[gnu::noinline]] static void key_tile(const uint32_t* const (&keys)[KEY_TOKENS], int num_dwords,
-                                         const uint32_t* query, int query_vector_stride, float* score) {
+  [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
+                                         int64_t row_bytes, int num_dwords, const uint32_t* query,
+                                         int query_vector_stride, float* score) {
+    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4;
     Float dot[VECTORS][KEY_TOKENS];
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 8
       for (int t = 0; t < KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
     }
-    for (int i = 0; i < num_dwords; i += LANE_ROWS == 1 ? WIDTH : 4, query += WIDTH) {
-      Operand q[VECTORS];
+    const int num_steps = (num_dwords + STEP_DWORDS - 1) / STEP_DWORDS;
+    for (int row = 0, step = 0; row < KEY_TOKENS; ++row) {
+      fetch_to_l2(fetched[row], row_bytes);
+      for (; step < num_steps * (row + 1) / KEY_TOKENS; ++step, query += WIDTH) {
+        Operand q[VECTORS];
 #pragma GCC unroll 2
-      for (int v = 0; v < VECTORS; ++v) q[v] = Math::load_dwords(query + v * query_vector_stride);
+        for (int v = 0; v < VECTORS; ++v) q[v] = Math::load_dwords(query + v * query_vector_stride);
 #pragma GCC unroll 8
-      for (int t = 0; t < KEY_TOKENS; ++t) {
-        const Operand k = LANE_ROWS == 1 ? Math::load_dwords(keys[t] + i) : Math::load_in_lanes(keys[t] + i);
+        for (int t = 0; t < KEY_TOKENS; ++t) {
+          const uint32_t* key = keys[t] + step * STEP_DWORDS;
+          const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
+          for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
+        }
       }
     }
 #pragma GCC unroll 2
@@ -69,31 +72,44 @@ struct DecodeProducts {
     }
   }
 
+  // Vectors of values that are added up together, for so many rows.
+  static constexpr int value_vectors(int num_rows) { return num_rows <= 2 && WIDTH == 16 ? 8 : 4; }
+
+  // Rows that are fetched evenly over num_passes passes through as many tokens.
+  struct RowFetch {
+    const Cache* const* row;
+    int64_t row_bytes;
+    int num_passes, due = 0;
+
+    void step(int num_tokens) {
+      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
+    }
+  };
+
   // acc[row] = acc[row] * factor + sum of weight * value. The item is summed up apart, so that a long context
   // loses no digits to a running sum.
-  // Fetches the values of `next`, unless it is null.
   template <int NUM_ROWS>
-  static void multiply_values(const Item& item, const Item* next, const uint32_t* weight, const float* factor,
+  static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight, const float* factor,
                               float* acc, int64_t acc_row_stride, int64_t num_dims) {
-    constexpr int MANY = NUM_ROWS <= 2 && WIDTH == 16 ? 8 : 4;
-    constexpr int FEW = 4;
+    constexpr int MANY = value_vectors(NUM_ROWS), FEW = 4;
     int64_t dim = 0;
     for (; dim + MANY * WIDTH <= num_dims; dim += MANY * WIDTH) {
-      value_tile<NUM_ROWS, MANY, true>(item, next, weight, factor, acc, acc_row_stride, num_dims, dim);
+      value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
     }
     for (; dim < num_dims; dim += FEW * WIDTH) {
       if (dim + FEW * WIDTH <= num_dims) {
-        value_tile<NUM_ROWS, FEW, true>(item, next, weight, factor, acc, acc_row_stride, num_dims, dim);
+        value_tile<NUM_ROWS, FEW, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
       } else {
-        value_tile<NUM_ROWS, FEW, false>(item, next, weight, factor, acc, acc_row_stride, num_dims, dim);
+        value_tile<NUM_ROWS, FEW, false>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
       }
     }
   }
 
   template <int NUM_ROWS, int VECTORS, bool WHOLE>
-  [[gnu::noinline]] static void value_tile(const Item& item, const Item* next, const uint32_t* weight,
+  [[gnu::noinline]] static void value_tile(const Item& item, RowFetch& item_fetch, const uint32_t* weight,
                                            const float* factor, float* acc, int64_t acc_row_stride,
                                            int64_t num_dims, int64_t dim) {
+    RowFetch fetch = item_fetch;
     constexpr int LOADED = Math::OPERANDS * PACK;  // vectors of one load of PACK tokens
     static_assert(VECTORS % LOADED == 0);
     Float sum[NUM_ROWS][VECTORS];
@@ -103,12 +119,7 @@ struct DecodeProducts {
       for (int i = 0; i < VECTORS; ++i) sum[row][i] = Isa::set(0.0f);
     }
     for (int token = 0; token < item.num_padded; token += PACK) {
-      if (next != nullptr) {
-#pragma GCC unroll 2
-        for (int t = 0; t < PACK; ++t) {
-          fetch(next->value[token + t] + dim, WHOLE ? VECTORS * WIDTH : num_dims - dim);
-        }
-      }
+      fetch.step(PACK);
       Operand x[VECTORS / LOADED][LOADED];
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS / LOADED; ++i) {
@@ -134,6 +145,7 @@ struct DecodeProducts {
       ++weight;
       if ((token + PACK) % LANE_TOKENS == 0) weight += (WIDTH - LANE_TOKENS) / PACK;
     }
+    item_fetch = fetch;
 #pragma GCC unroll 4
     for (int row = 0; row < NUM_ROWS; ++row) {
       float* row_acc = acc + row * acc_row_stride + dim;

@@ -53,6 +53,12 @@ struct FloatMath {
       store_dwords(dwords + i, Isa::widen(query + i, head_dim - i));
   }
 
+  // WIDTH elements of a query, zero beyond `count`.
+  template <class Query>
+  static Float load_query_vector(const Query* query, int64_t count) {
+    return Isa::widen(query, count);
+  }
+
   // Whether an element is an infinity or a NaN.
   static bool any_special(Operand x) { return Isa::any_special(x); }
   static float element(uint32_t dword, int) { return std::bit_cast<float>(dword); }

@@ -16,9 +16,11 @@
 #include <cstring>
 #include <utility>
 
-#include "common/masks.h"
 #include "cpu/paged_attention/block_products.h"
 #include "cpu/paged_attention/block_store.h"
+#include "cpu/paged_attention/fetch.h"
+#include "cpu/paged_attention/prefill_block.h"
+#include "cpu/paged_attention/prefill_fetcher.h"
 #include "cpu/paged_attention/scores.h"
 #include "cpu/paged_attention/task.h"
 #include "cpu/paged_attention/tile_rows.h"
@@ -39,20 +41,9 @@ class Prefill {
   static constexpr int PACK = Math::PACK;
   static constexpr int BLOCK_ROWS = Products::ROWS;
 
-  // A block of rows and what is known of them.
-  struct Block {
-    uint32_t* query;       // [padded_key_dim / PACK, BLOCK_ROWS]
-    float* acc;            // [padded_value_dim, BLOCK_ROWS]
-    float *largest, *sum;  // [BLOCK_ROWS]
-    float* slope;          // [BLOCK_ROWS] of ALiBi
-    int32_t *begin, *end;  // [BLOCK_ROWS] the keys a row sees; with a tree, those that it may see
-    int32_t* position;     // [BLOCK_ROWS]
-    RowMask* masks;        // [BLOCK_ROWS]
-    int num_rows;
-    int32_t seen_begin, seen_end;     // keys that some row sees
-    int32_t sure_begin, sure_end;     // keys that every row sees
-    int32_t vector_end[ROW_VECTORS];  // keys that some row of these or earlier vectors of rows sees end here
-  };
+  using Block = PrefillBlock<ROW_VECTORS, WIDTH>;
+  using Seen = SeenTile<ROW_VECTORS>;
+  static constexpr int AHEAD_TOKENS = 8;  // between asking for memory of a token and using it
 
  public:
   static constexpr int MAX_BLOCKS = 256 / BLOCK_ROWS;
@@ -64,7 +55,7 @@ class Prefill {
 
  private:
   Prefill(const PagedAttentionParams& p, const AttentionTask& task, unsigned char* memory)
-      : p_(p), task_(task), rule_(p, task.kv_head_idx) {
+      : p_(p), task_(task), rule_(p, task.kv_head_idx), fetcher_(p) {
     const auto pad = [](int64_t dim) { return ceil_div(dim, 64) * 64; };
     padded_key_dim_ = pad(p.head_dim);
     padded_value_dim_ = pad(p.value_head_dim);
@@ -77,52 +68,74 @@ class Prefill {
     values_as_stored_ = arena.take<uint32_t>(PREFILL_TOKENS / PACK * value_stride_);
     score_ = arena.take<float>(PREFILL_TOKENS * BLOCK_ROWS);
     weight_ = arena.take<uint32_t>(PREFILL_TOKENS / PACK * BLOCK_ROWS);
-    query_rows_ = arena.take<uint32_t>(WIDTH * padded_key_dim_ / PACK);
     for (int i = 0; i < num_blocks_; ++i) {
       Block& block = blocks_[i];
       block.query = arena.take<uint32_t>(padded_key_dim_ / PACK * BLOCK_ROWS);
       block.acc = arena.take<float>(padded_value_dim_ * BLOCK_ROWS);
-      for (float** row_floats : {&block.largest, &block.sum, &block.slope}) {
-        *row_floats = arena.take<float>(BLOCK_ROWS);
-      }
-      for (int32_t** row_ints : {&block.begin, &block.end, &block.position}) {
-        *row_ints = arena.take<int32_t>(BLOCK_ROWS);
-      }
-      block.masks = arena.take<RowMask>(BLOCK_ROWS);
     }
     memory_ = arena.used();
   }
 
   void attend(float* partial_rows) {
-    int32_t begin = task_.keys_begin & ~1;
-    if (begin < task_.keys_end) {
-      plan_fetches(&task_, begin, 1);
-      fetch_some();
+    for (int i = 0; i < num_blocks_; ++i) {
+      blocks_[i].start(p_, task_, task_.row_begin + i * BLOCK_ROWS);
+      std::memset(blocks_[i].acc, 0, padded_value_dim_ * BLOCK_ROWS * sizeof(float));
     }
-    for (int i = 0; i < num_blocks_; ++i) start(blocks_[i], task_.row_begin + i * BLOCK_ROWS);
-    while (begin < task_.keys_end) {
+    int32_t begin = task_.keys_begin & ~1;
+    if (begin >= task_.keys_end) {
+      for (int i = 0; i < num_blocks_; ++i) store(blocks_[i], partial_rows);
+      return;
+    }
+    find_next(task_, begin);
+    fetcher_.plan_tile(task_, *next_, 1);
+    fetcher_.plan_queries(task_, blocks_[0].row_begin, blocks_[0].row_end(), 1);
+    fetcher_.step().fetch_from(0);
+    for (bool is_first = true; begin < task_.keys_end; is_first = false) {
       const int32_t end = tile_end(task_, begin);
       const bool is_last = end >= task_.keys_end;
       std::swap(current_, next_);
       int num_slices = 0;
-      for (int i = 0; i < num_blocks_; ++i) num_slices += tile_of(blocks_[i], begin, end).num_slices();
-      if (is_last) {
-        plan_fetches(task_.next, task_.next == nullptr ? 0 : task_.next->keys_begin & ~1, num_slices);
-      } else {
-        plan_fetches(&task_, end, num_slices);
+      for (int i = 0; i < num_blocks_; ++i) num_slices += blocks_[i].tile(begin, end).num_slices();
+      if (!is_last) {
+        find_next(task_, end);
+        fetcher_.plan_tile(task_, *next_, num_slices);
+      } else if (task_.next != nullptr) {
+        find_next(*task_.next, task_.next->keys_begin & ~1);
+        fetcher_.plan_tile(*task_.next, *next_, num_slices);
       }
       load_keys_and_values();
       bool all_sure = true;
-      for (int i = 0; i < num_blocks_; ++i) all_sure &= is_sure(blocks_[i], begin, end);
+      for (int i = 0; i < num_blocks_; ++i) all_sure &= blocks_[i].is_sure(begin, end);
       has_specials_ = false;
       if (!all_sure) take_specials_out();
-      for (int i = 0; i < num_blocks_; ++i) attend_tile(blocks_[i], begin, end);
+      for (int i = 0; i < num_blocks_; ++i) {
+        if (is_first) load_queries(blocks_[i]);
+        const Seen seen = blocks_[i].tile(begin, end);
+        plan_queries(i, is_first, is_last, seen.num_slices());
+        if (is_last && partial_rows == nullptr) {
+          fetcher_.plan_out(task_, blocks_[i].row_begin, blocks_[i].row_end(), seen.num_slices());
+        }
+        attend_tile(blocks_[i], seen, begin);
+        if (is_last) store(blocks_[i], partial_rows);
+      }
       begin = end;
     }
-    for (int i = 0; i < num_blocks_; ++i) {
-      store(blocks_[i], task_.row_begin + i * BLOCK_ROWS, partial_rows);
-      if (partial_rows != nullptr) partial_rows += BLOCK_ROWS * PartialRows::stride(p_);
+  }
+
+  // During the work on block i, the queries of the next block or task are fetched.
+  void plan_queries(int i, bool is_first, bool is_last, int num_steps) {
+    if (is_first && i + 1 < num_blocks_) {
+      fetcher_.plan_queries(task_, blocks_[i + 1].row_begin, blocks_[i + 1].row_end(), num_steps);
+    } else if (is_last && i + 1 == num_blocks_ && task_.next != nullptr) {
+      const AttentionTask& next = *task_.next;
+      fetcher_.plan_queries(next, next.row_begin, min_of(next.row_end, next.row_begin + BLOCK_ROWS),
+                            num_steps);
     }
+  }
+
+  void find_next(const AttentionTask& task, int32_t begin) {
+    next_->num_tokens = 0;
+    if (begin < task.keys_end) next_->find(p_, task, begin, tile_end(task, begin));
   }
 
   // Tiles begin and end at even tokens, so that the two of a pair are the same for every task.
@@ -130,68 +143,34 @@ class Prefill {
     return min_of(begin / PREFILL_TOKENS * PREFILL_TOKENS + PREFILL_TOKENS, (task.keys_end + 1) & ~1);
   }
 
-  static bool is_sure(const Block& block, int32_t begin, int32_t end) {
-    return block.sure_begin <= begin && end <= block.sure_end;
-  }
-
-  void start(Block& block, int64_t first_row) {
-    const int64_t group = p_.num_heads / p_.num_kv_heads;
-    block.num_rows = static_cast<int>(min_of<int64_t>(BLOCK_ROWS, task_.row_end - first_row));
-    block.seen_begin = block.sure_end = std::numeric_limits<int32_t>::max();
-    block.seen_end = block.sure_begin = 0;
-    int64_t query_idx = -1;
-    RowMask mask;
-    for (int row = 0; row < BLOCK_ROWS; ++row) {
-      if (row >= block.num_rows) {
-        mask = RowMask{};  // a lane without a row sees nothing
-      } else if (query_idx < 0 || (first_row + row) % group == 0) {
-        query_idx = (first_row + row) / group;
-        mask = row_mask(p_, task_.seq_idx, task_.query_len, query_idx, task_.query_begin + query_idx);
-        block.sure_begin = max_of(block.sure_begin, mask.begin);
-        block.sure_end = min_of(block.sure_end, min_of(mask.end, min_of(mask.causal_end, mask.tree_begin)));
-      }
-      block.masks[row] = mask;
-      block.begin[row] = mask.begin;
-      block.end[row] = mask.tree_row != nullptr ? mask.end : min_of(mask.end, mask.causal_end);
-      block.position[row] = mask.position;
-      block.slope[row] = 0.0f;
-      block.largest[row] = PartialRows::NO_SCORE;
-      block.sum[row] = 0.0f;
-      if (block.begin[row] < block.end[row]) {
-        block.seen_begin = min_of(block.seen_begin, block.begin[row]);
-        block.seen_end = max_of(block.seen_end, block.end[row]);
+  void load_queries(Block& block) {
+    fetch_to_l1(block.query, padded_key_dim_ / PACK * BLOCK_ROWS * sizeof(uint32_t));
+    for (int lane = 0; lane < BLOCK_ROWS; lane += WIDTH) {
+      if constexpr (PACK == 2) {
+        load_query<bfloat16>(block, lane);
+      } else {
+        dispatch_float_dtype(p_.query_dtype, [&]<class Query>() { load_query<Query>(block, lane); });
       }
     }
-    int32_t vector_end = 0;
-    for (int vector = 0; vector < ROW_VECTORS; ++vector) {
-      for (int row = vector * WIDTH; row < (vector + 1) * WIDTH; ++row) {
-        if (block.begin[row] < block.end[row]) vector_end = max_of(vector_end, block.end[row]);
-      }
-      block.vector_end[vector] = vector_end;
-    }
-    for (int row = 0; row < block.num_rows && p_.alibi_slopes != nullptr; ++row) {
-      block.slope[row] = p_.alibi_slopes[task_.kv_head_idx * group + (first_row + row) % group];
-    }
-    std::memset(block.acc, 0, padded_value_dim_ * BLOCK_ROWS * sizeof(float));
-    for (int row = 0; row < BLOCK_ROWS; row += WIDTH) load_query(block, first_row + row, row);
   }
 
   // WIDTH rows of queries, turned so that a row is a lane.
-  void load_query(Block& block, int64_t first_row, int lane_begin) {
-    const int64_t group = p_.num_heads / p_.num_kv_heads, num_dwords = padded_key_dim_ / PACK;
-    for (int i = 0; i < WIDTH; ++i) {
-      uint32_t* dwords = query_rows_ + i * num_dwords;
-      if (lane_begin + i >= block.num_rows) {
-        std::memset(dwords, 0, num_dwords * sizeof(uint32_t));
-        continue;
-      }
-      const int64_t row = first_row + i, head_idx = task_.kv_head_idx * group + row % group;
-      load_query_row<Math>(p_, task_.query_begin + row / group, head_idx, padded_key_dim_, dwords);
+  template <class Query>
+  void load_query(Block& block, int lane_begin) {
+    const int64_t group = p_.num_heads / p_.num_kv_heads;
+    const int num_rows = min_of(WIDTH, block.num_rows - lane_begin);
+    const Query* rows[WIDTH];
+    for (int i = 0; i < num_rows; ++i) {
+      const int64_t row = block.row_begin + lane_begin + i,
+                    head_idx = task_.kv_head_idx * group + row % group;
+      rows[i] = static_cast<const Query*>(p_.query) +
+                (task_.query_begin + row / group) * p_.query_token_stride + head_idx * p_.query_head_stride;
     }
-    for (int64_t dword = 0; dword < num_dwords; dword += WIDTH) {
+    for (int64_t dword = 0; dword < padded_key_dim_ / PACK; dword += WIDTH) {
       Float x[WIDTH];
       for (int i = 0; i < WIDTH; ++i) {
-        x[i] = Isa::load(reinterpret_cast<const float*>(query_rows_ + i * num_dwords + dword));
+        x[i] = i < num_rows ? Math::load_query_vector(rows[i] + dword * PACK, p_.head_dim - dword * PACK)
+                            : Isa::set(0.0f);
       }
       Isa::transpose(x);
       for (int i = 0; i < WIDTH; ++i) {
@@ -200,23 +179,38 @@ class Prefill {
     }
   }
 
-  // The tile in the operands' form: keys_ [token][dim / PACK], values_ [token / PACK][dim].
+  static bool is_aligned(const Cache* row) {
+    return reinterpret_cast<uintptr_t>(row) % alignof(uint32_t) == 0;
+  }
+
+  // The tile in the operands' form: key_rows_ [token] -> [dim / PACK], values_ [token / PACK][dim].
   void load_keys_and_values() {
     constexpr int LOADED = Math::OPERANDS * PACK;
     const auto* keys = static_cast<const Cache*>(p_.key_cache) + task_.kv_head_idx * p_.key_cache_head_stride;
     const auto* values =
         static_cast<const Cache*>(p_.value_cache) + task_.kv_head_idx * p_.value_cache_head_stride;
-    for (int token = 0; token < current_->num_tokens; ++token) {
+    const int num_tokens = current_->num_tokens;
+    for (int token = 0; token < num_tokens; ++token) {
       const int64_t offset = current_->key[token];
+      if (Math::IS_STORED && offset >= 0 && is_aligned(keys + offset)) {  // used as it lies in the cache
+        key_rows_[token] = reinterpret_cast<const uint32_t*>(keys + offset);
+        continue;
+      }
       uint32_t* row = keys_ + token * padded_key_dim_ / PACK;
       for (int64_t dim = 0; dim < p_.head_dim; dim += Math::STEP) {
         Operand x[Math::OPERANDS];
         Math::load(keys + offset + dim, offset < 0 ? 0 : p_.head_dim - dim, x);
         for (int i = 0; i < Math::OPERANDS; ++i) Math::store_dwords(row + dim / PACK + i * WIDTH, x[i]);
       }
+      key_rows_[token] = row;
     }
-    for (int token = 0; token < current_->num_tokens; token += PACK) {
+    for (int token = 0; token < num_tokens; token += PACK) {
       uint32_t* row = values_ + token / PACK * value_stride_;
+      fetch_to_l1(row + AHEAD_TOKENS / PACK * value_stride_, p_.value_head_dim * sizeof(uint32_t));
+      for (int t = token + AHEAD_TOKENS; t < min_of(token + AHEAD_TOKENS + PACK, num_tokens); ++t) {
+        const int64_t offset = current_->value[t];
+        if (offset >= 0) fetch_to_l1(values + offset, p_.value_head_dim * sizeof(Cache));
+      }
       for (int64_t dim = 0; dim < p_.value_head_dim; dim += Math::STEP) {
         Operand loaded[PACK][Math::OPERANDS], x[LOADED];
         for (int t = 0; t < PACK; ++t) {
@@ -226,54 +220,6 @@ class Prefill {
         Math::interleave(loaded, x);
         Math::restore_order(x);
         for (int i = 0; i < LOADED; ++i) Math::store_dwords(row + dim + i * WIDTH, x[i]);
-      }
-    }
-  }
-
-  // What is fetched into the L2 cache while the current tile is worked on, in num_steps steps: the tile of
-  // the task's keys from `begin` on; where that is another task's, also its queries, and this task's out.
-  void plan_fetches(const AttentionTask* task, int32_t begin, int num_steps) {
-    fetched_task_ = task;
-    fetched_token_ = fetched_row_ = 0;
-    tokens_per_step_ = rows_per_step_ = 0;
-    next_->num_tokens = 0;
-    if (task == nullptr || begin >= task->keys_end) return;
-    next_->find(p_, *task, begin, tile_end(*task, begin));
-    tokens_per_step_ = static_cast<int>(ceil_div(next_->num_tokens, max_of(1, num_steps)));
-    const int64_t num_rows = max_of(task->row_end - task->row_begin, task_.row_end - task_.row_begin);
-    if (task != &task_ || num_steps == 1) {
-      rows_per_step_ = static_cast<int>(ceil_div(num_rows, max_of(1, num_steps)));
-    }
-  }
-
-  void fetch_some() {
-    const auto fetch = [](const auto* row, int64_t count) {
-      for (int64_t i = 0; i < count; i += 64 / sizeof(*row)) _mm_prefetch(row + i, _MM_HINT_T1);
-    };
-    if (fetched_task_ == nullptr) return;
-    const int64_t kv_head_idx = fetched_task_->kv_head_idx;
-    const auto* keys = static_cast<const Cache*>(p_.key_cache) + kv_head_idx * p_.key_cache_head_stride;
-    const auto* values = static_cast<const Cache*>(p_.value_cache) + kv_head_idx * p_.value_cache_head_stride;
-    const int token_end = min_of(fetched_token_ + tokens_per_step_, next_->num_tokens);
-    for (; fetched_token_ < token_end; ++fetched_token_) {
-      if (next_->key[fetched_token_] < 0) continue;
-      fetch(keys + next_->key[fetched_token_], p_.head_dim);
-      fetch(values + next_->value[fetched_token_], p_.value_head_dim);
-    }
-    const int64_t group = p_.num_heads / p_.num_kv_heads, size = p_.query_dtype == DType::float32 ? 4 : 2;
-    const auto fetch_row = [&](const AttentionTask& task, const void* tensor, int64_t token_stride,
-                               int64_t head_stride, int64_t dim) {
-      const int64_t row = task.row_begin + fetched_row_;
-      if (row >= task.row_end) return;
-      const int64_t token_idx = task.query_begin + row / group,
-                    head_idx = task.kv_head_idx * group + row % group;
-      fetch(static_cast<const char*>(tensor) + (token_idx * token_stride + head_idx * head_stride) * size,
-            dim * size);
-    };
-    for (int i = 0; i < rows_per_step_; ++i, ++fetched_row_) {
-      fetch_row(*fetched_task_, p_.query, p_.query_token_stride, p_.query_head_stride, p_.head_dim);
-      if (fetched_task_ != &task_) {
-        fetch_row(task_, p_.out, p_.out_token_stride, p_.out_head_stride, p_.value_head_dim);
       }
     }
   }
@@ -313,36 +259,20 @@ class Prefill {
     }
   }
 
-  // Of a tile, the tokens that each vector of a block's rows sees; still pairs.
-  struct SeenTile {
-    static constexpr int SLICE = 8;
-    int begin, end[ROW_VECTORS];
-    int last_end() const { return end[ROW_VECTORS - 1]; }
-    int num_slices() const { return max_of(0, (last_end() - begin + SLICE - 1) / SLICE); }
-  };
-
-  static SeenTile tile_of(const Block& block, int32_t tile_begin, int32_t tile_end) {
-    SeenTile seen;
-    seen.begin = max_of(0, (block.seen_begin & ~1) - tile_begin);
-    for (int vector = 0; vector < ROW_VECTORS; ++vector) {
-      seen.end[vector] = min_of(tile_end, (block.vector_end[vector] + 1) & ~1) - tile_begin;
-    }
-    return seen;
-  }
-
-  void attend_tile(Block& block, int32_t tile_begin, int32_t tile_end) {
-    const SeenTile seen = tile_of(block, tile_begin, tile_end);
+  void attend_tile(Block& block, const Seen& seen, int32_t tile_begin) {
     const int begin = seen.begin, last_end = seen.last_end();
     if (begin >= last_end) return;
     alignas(64) float factor[BLOCK_ROWS], largest[BLOCK_ROWS], unused[BLOCK_ROWS];
     std::fill_n(largest, BLOCK_ROWS, NEG_INF);
     std::fill_n(unused, BLOCK_ROWS, NEG_INF);
-    for (int token = begin; token < last_end; token += SeenTile::SLICE) {
-      const int slice_end = min_of(token + SeenTile::SLICE, last_end);
-      const bool is_plain = is_sure(block, tile_begin + token, tile_begin + slice_end);
-      Products::multiply_keys(keys_, padded_key_dim_ / PACK, key_dwords_, token, slice_end, seen.end,
-                              block.query, score_, is_plain && !rule_.adjusts ? largest : unused);
-      fetch_some();
+    for (int token = begin; token < last_end; token += Seen::SLICE) {
+      const int slice_end = min_of(token + Seen::SLICE, last_end);
+      for (int t = slice_end; t < min_of(slice_end + Seen::SLICE, last_end); ++t) {
+        fetch_to_l1(key_rows_[t], key_dwords_ * sizeof(uint32_t));
+      }
+      const bool is_plain = block.is_sure(tile_begin + token, tile_begin + slice_end);
+      Products::multiply_keys(key_rows_, key_dwords_, token, slice_end, seen.end, block.query,
+                              fetcher_.step(), score_, is_plain && !rule_.adjusts ? largest : unused);
       if (rule_.adjusts) adjust_scores(block, tile_begin, token, slice_end);
       if (!is_plain) mask_scores(block, tile_begin, token, slice_end);
       if (rule_.adjusts || !is_plain) raise_largest(token, slice_end, largest);
@@ -404,6 +334,7 @@ class Prefill {
         weight[t] = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(score, largest), scale);
         sum[t] = Isa::add(sum[t], weight[t]);
       }
+      fetch_to_l1(weight_ + (token + AHEAD_TOKENS) / PACK * BLOCK_ROWS + lane, WIDTH * sizeof(float));
       Math::store_weights(weight_ + token / PACK * BLOCK_ROWS + lane, BLOCK_ROWS, weight);
     }
     Isa::store(factor + lane, fade);
@@ -411,11 +342,11 @@ class Prefill {
     Isa::store(block.sum + lane, Isa::fma(Isa::load(block.sum + lane), fade, Isa::add(sum[0], sum[1])));
   }
 
-  void store(const Block& block, int64_t first_row, float* partial_rows) const {
-    const BlockStore<Isa, BLOCK_ROWS> stored{p_,        task_,         rule_,    first_row, block.num_rows,
-                                             block.acc, block.largest, block.sum};
+  void store(const Block& block, float* partial_rows) const {
+    const BlockStore<Math, BLOCK_ROWS> stored{
+        p_, task_, rule_, block.row_begin, block.num_rows, block.acc, block.largest, block.sum};
     if (partial_rows != nullptr) {
-      stored.partial(partial_rows);
+      stored.partial(partial_rows + (block.row_begin - task_.row_begin) * PartialRows::stride(p_));
     } else if constexpr (PACK == 2) {
       stored.template whole<bfloat16>();
     } else {
@@ -430,15 +361,14 @@ class Prefill {
   int64_t padded_key_dim_, padded_value_dim_, value_stride_, memory_;
   int key_dwords_, num_blocks_;
   bool has_specials_ = false;
-  const AttentionTask* fetched_task_;  // of plan_fetches
-  int fetched_token_, fetched_row_, tokens_per_step_, rows_per_step_;
+  PrefillFetcher<Cache, PREFILL_TOKENS> fetcher_;
   TileRows<PREFILL_TOKENS> tiles_[2], *current_ = &tiles_[0], *next_ = &tiles_[1];
-  uint32_t* keys_;              // [PREFILL_TOKENS, padded_key_dim / PACK]
-  uint32_t* values_;            // [PREFILL_TOKENS / PACK, value_stride]
+  const uint32_t* key_rows_[PREFILL_TOKENS];
+  uint32_t* keys_;    // [PREFILL_TOKENS, padded_key_dim / PACK], for those that key_rows_ does not find
+  uint32_t* values_;  // [PREFILL_TOKENS / PACK, value_stride]
   uint32_t* values_as_stored_;  // the same, with infinities and NaN
   float* score_;                // [PREFILL_TOKENS, BLOCK_ROWS]
   uint32_t* weight_;            // [PREFILL_TOKENS / PACK, BLOCK_ROWS]
-  uint32_t* query_rows_;        // [WIDTH, padded_key_dim / PACK]
   Block blocks_[MAX_BLOCKS];
 };
 
