@@ -45,9 +45,10 @@ unsigned char* thread_scratch(int64_t num_bytes) {
 namespace {
 
 constexpr int64_t TASK_ROWS = 256;         // of prefill: what one copy of a tile of K and V serves
-constexpr int64_t MIN_CHUNK_TOKENS = 512;  // a chunk's partial result is then below 1 % of its K and V
-constexpr int64_t CHUNK_UNIT = 128;        // prefill.h cuts its tiles there
-constexpr int64_t WANTED_TASKS = 256;      // for processors of up to 64 cores, four each
+constexpr int64_t MIN_CHUNK_TOKENS = 512;  // a chunk's partial result is then below 1 % of its K and V ...
+constexpr int64_t MIN_CHUNK_TOKENS_OF_MANY_ROWS = 1024;  // ... or its merging below 2 % of the arithmetic
+constexpr int64_t CHUNK_UNIT = 128;                      // prefill.h cuts its tiles there
+constexpr int64_t WANTED_TASKS = 128;                    // for processors of up to 32 cores, four each
 constexpr int64_t TASKS_PER_THREAD = 4;
 
 // A task for all keys of its rows, to be cut into num_chunks.
@@ -120,11 +121,13 @@ Chunks cut_keys(const PagedAttentionParams& p, std::vector<Unit>& units) {
   Chunks chunks{std::numeric_limits<int32_t>::max(), 0, {}};
   if (p.split_size == 0) {  // with it, one chunk: every split_size gives the same bits
     int64_t num_tokens = 0;
+    bool all_decode = true;
     for (const Unit& unit : units) {
+      all_decode &= unit.is_decode;
       num_tokens += (unit.task.keys_end - unit.task.keys_begin) * unit.task.num_kv_heads;
     }
-    chunks.chunk_tokens =
-        std::max(MIN_CHUNK_TOKENS, ceil_div(num_tokens, WANTED_TASKS * CHUNK_UNIT) * CHUNK_UNIT);
+    const int64_t min_tokens = all_decode ? MIN_CHUNK_TOKENS : MIN_CHUNK_TOKENS_OF_MANY_ROWS;
+    chunks.chunk_tokens = std::max(min_tokens, ceil_div(num_tokens, WANTED_TASKS * CHUNK_UNIT) * CHUNK_UNIT);
   }
   for (int64_t i = 0; i < static_cast<int64_t>(units.size()); ++i) {
     Unit& unit = units[i];
@@ -156,7 +159,13 @@ void attend(const PagedAttentionParams& p, const AttentionKernels& kernels) {
   parallel_for(static_cast<int64_t>(chunks.tasks.size()), 1, [&](int64_t task_idx) {
     const auto [unit_idx, chunk_idx] = chunks.tasks[task_idx];
     const Unit& unit = units[unit_idx];
-    const AttentionTask task = chunk_of(unit, chunk_idx, chunks.chunk_tokens);
+    AttentionTask task = chunk_of(unit, chunk_idx, chunks.chunk_tokens), next;
+    const int64_t next_idx = task_idx + omp_get_num_threads();
+    if (next_idx < static_cast<int64_t>(chunks.tasks.size())) {
+      const auto [next_unit_idx, next_chunk_idx] = chunks.tasks[next_idx];
+      next = chunk_of(units[next_unit_idx], next_chunk_idx, chunks.chunk_tokens);
+      task.next = &next;
+    }
     float* rows = nullptr;
     if (unit.num_chunks > 1) {
       rows = partial_rows.get() + unit.partial_begin + chunk_idx * unit.num_rows() * PartialRows::stride(p);

@@ -1,17 +1,24 @@
 // A task of few rows that all see the same keys: the query heads of one KV head, or of several, at one token.
 //
-// Vectors run along head_dim, so that K and V are used as they lie in the cache, unpacked and once. Keys come
-// in tiles of TOKENS. The scores of 4 tokens and DECODE_ROWS rows are a register tile of dot products, summed
-// across lanes once they are whole; values are added up for DECODE_ROWS rows and a few vectors of head_dim.
+// Vectors run along head_dim, so that K and V are used as they lie in the cache, unpacked and once. A score
+// vector is split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row: a register of K against a
+// register of Q. Otherwise each lane has a row of its own: 16 bytes of K in every lane against 16 bytes of
+// each row's Q, so that sums over lanes, which cost as much as the products, are not needed. Either way 4
+// tokens make up a quad, in which the sums over the 4 dwords of a lane end. The softmax step works on vectors
+// of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a few vectors of
+// head_dim.
 //
-// Bytes: K and V once. Random pieces of memory come at half the speed of a stream, so a task takes the heads
-// that lie side by side, and while it works on a tile it fetches the next one in the order of memory, a line
-// at a time, into the L2 cache (the T1 hint: the L1 cache is too small to run ahead in).
+// Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Random pieces of memory come at
+// half the speed of a stream, so a task takes the heads that lie side by side, and while it works on a tile
+// it fetches the next one, of the next task where that is known, in the order of memory.
 #pragma once
 
 #include <cstring>
+#include <utility>
 
 #include "common/paging.h"
+#include "cpu/paged_attention/decode_products.h"
+#include "cpu/paged_attention/fetch.h"
 #include "cpu/paged_attention/scores.h"
 #include "cpu/paged_attention/store.h"
 #include "cpu/paged_attention/task.h"
@@ -20,71 +27,23 @@
 namespace pagedkv::cpu {
 namespace {  // each instruction set has a copy of its own
 
-// Fetches the rows of a tile, [num_tokens, num_heads], one after the other in the order in which they lie.
-class Fetcher {
- public:
-  Fetcher() = default;
-  template <class Cache>
-  Fetcher(const Cache* cache, const int64_t* token_offsets, int num_tokens, int64_t token_stride,
-          int64_t head_stride, int64_t num_heads, int64_t head_dim)
-      : token_offsets_(token_offsets),
-        element_size_(sizeof(Cache)),
-        head_stride_(head_stride * element_size_),
-        row_bytes_(head_dim * element_size_),
-        heads_first_(head_stride < token_stride),
-        num_inner_(heads_first_ ? static_cast<int>(num_heads) : num_tokens),
-        num_outer_(num_tokens == 0 ? 0
-                   : heads_first_  ? num_tokens
-                                   : static_cast<int>(num_heads)),
-        head_(reinterpret_cast<const char*>(cache)) {
-    if (num_outer_ > 0) row_ = head_ + token_offsets_[0] * element_size_;
-  }
-
-  void fetch_row() {
-    if (outer_ == num_outer_) return;
-    for (int64_t byte = 0; byte < row_bytes_; byte += 64) _mm_prefetch(row_ + byte, _MM_HINT_T1);
-    const bool wraps = ++inner_ == num_inner_;
-    if (wraps) {
-      inner_ = 0;
-      if (++outer_ == num_outer_) return;
-      if (!heads_first_) head_ += head_stride_;
-    }
-    if (heads_first_ && !wraps) {
-      row_ += head_stride_;
-    } else {
-      row_ = head_ + token_offsets_[heads_first_ ? outer_ : inner_] * element_size_;
-    }
-  }
-  void fetch_all() {
-    while (outer_ < num_outer_) fetch_row();
-  }
-
- private:
-  const int64_t* token_offsets_ = nullptr;  // [num_tokens] of the first head
-  int64_t element_size_ = 0, head_stride_ = 0, row_bytes_ = 0;
-  bool heads_first_ = false;
-  int num_inner_ = 0, num_outer_ = 0, inner_ = 0, outer_ = 0;
-  const char *head_ = nullptr, *row_ = nullptr;
-};
-
-template <class Math>
+template <class Math, int LANE_ROWS>
 class Decode {
   using Isa = typename Math::Isa;
   using Cache = typename Math::Cache;
   using Float = typename Isa::Float;
   using Operand = typename Math::Operand;
   static constexpr int WIDTH = Isa::WIDTH;
-  static constexpr int TOKENS = 32;
+  static constexpr int PACK = Math::PACK;
+  using Products = DecodeProducts<Math, LANE_ROWS>;
+  using Item = typename Products::Item;
+  static constexpr int TOKENS = Products::TOKENS;
+  static constexpr int LANE_TOKENS = Products::LANE_TOKENS;
+  static constexpr int KEY_TOKENS = Products::KEY_TOKENS, KEY_VECTORS = Products::KEY_VECTORS;
   static constexpr int ROWS = Isa::DECODE_ROWS;
-  static constexpr int MAX_ROWS = AttentionKernels::DECODE_ROWS;
-  static constexpr int64_t TILE_BYTES = 256 * 1024;  // of K and V of all heads: two tiles are in the L2 cache
-
-  using TileRows = cpu::TileRows<TOKENS>;
-  // The rows of one KV head in a tile; beyond num_tokens, rows of zeros.
-  struct Rows {
-    int num_padded;  // tokens, to a whole vector of them
-    const Cache *key[TOKENS], *value[TOKENS];
-  };
+  static constexpr int64_t AHEAD_BYTES =
+      128 * 1024;  // of K and V that are fetched ahead: they and a tile are in the L2 cache
+  static constexpr int MAX_VECTORS = AttentionKernels::DECODE_ROWS / LANE_ROWS;  // of rows
 
  public:
   static void run(const PagedAttentionParams& p, const AttentionTask& task, float* partial_rows) {
@@ -96,16 +55,26 @@ class Decode {
   Decode(const PagedAttentionParams& p, const AttentionTask& task, unsigned char* memory)
       : p_(p), task_(task), group_(static_cast<int>(p.num_heads / p.num_kv_heads)) {
     const auto pad = [](int64_t dim) { return ceil_div(dim, 64) * 64; };
-    padded_key_dim_ = pad(p.head_dim);
+    num_vectors_ = static_cast<int>(ceil_div(group_, LANE_ROWS));
+    key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
-    const int64_t token_bytes = task.num_kv_heads * (p.head_dim + p.value_head_dim) * sizeof(Cache);
-    tile_tokens_ = TOKENS * token_bytes <= TILE_BYTES ? TOKENS : TOKENS / 2;
-    const int64_t num_rows = task.num_kv_heads * group_;
+    copies_keys_ = !Math::IS_STORED || p.head_dim % Math::STEP != 0;
+    // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
+    const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
+    heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
+    tile_tokens_ = heads_lie_together_ && p.num_kv_heads * item_bytes > 2 * AHEAD_BYTES ? TOKENS / 2 : TOKENS;
+    heads_ahead_ = heads_lie_together_
+                       ? task.num_kv_heads
+                       : min_of(task.num_kv_heads, max_of<int64_t>(1, AHEAD_BYTES / item_bytes));
+    const int64_t num_rows = task.num_kv_heads * group_, num_vectors = task.num_kv_heads * num_vectors_;
     Arena arena(memory);
-    query_ = arena.take<uint32_t>(num_rows * padded_key_dim_ / Math::PACK);
+    query_ = arena.take<uint32_t>(num_vectors * LANE_ROWS * key_dwords_);
+    query_row_ = arena.take<uint32_t>(key_dwords_);
+    copied_keys_ = arena.take<uint32_t>(KEY_TOKENS * key_dwords_);
     acc_ = arena.take<float>(num_rows * padded_value_dim_);
-    largest_ = arena.take<float>(num_rows);
-    sum_ = arena.take<float>(num_rows);
+    largest_ = arena.take<float>(num_vectors * WIDTH);
+    sum_ = arena.take<float>(num_vectors * WIDTH);
+    slope_ = arena.take<float>(num_vectors * WIDTH);
     zeros_ = arena.take<Cache>(max_of(p.head_dim, p.value_head_dim));
     whole_rows_ = arena.take<float>(num_rows * PartialRows::stride(p));
     memory_ = arena.used();
@@ -113,264 +82,249 @@ class Decode {
 
   void attend(float* partial_rows) {
     start();
-    TileRows tiles[2];
-    const auto find_rows = [&](int32_t token, TileRows& rows) {
-      rows.find(p_, task_, token, min_of(token + tile_tokens_, task_.keys_end));
+    TileRows<TOKENS> tiles[2], *tile = &tiles[0], *next = &tiles[1];
+    Item item, fetched;
+    const auto find_tile = [&](const AttentionTask& task, int32_t token, TileRows<TOKENS>& rows) {
+      rows.find(p_, task, token, min_of(token + tile_tokens_, task.keys_end));
     };
-    int32_t token = task_.keys_begin;
-    if (token < task_.keys_end) {
-      find_rows(token, tiles[0]);
-      fetch_from(tiles[0]);
-      next_keys_.fetch_all();
-      next_values_.fetch_all();
+    if (task_.keys_begin < task_.keys_end) find_tile(task_, task_.keys_begin, *tile);
+    for (int64_t head = 0; head < heads_ahead_; ++head) {
+      find_share(*tile, task_, head, fetched);
+      for (int t = 0; t < tile_tokens_; ++t) {
+        fetch_to_l2(fetched.key[t], p_.head_dim * sizeof(Cache));
+        fetch_to_l2(fetched.value[t], p_.value_head_dim * sizeof(Cache));
+      }
     }
-    for (int current = 0; token < task_.keys_end; token += tile_tokens_, current ^= 1) {
-      TileRows& next = tiles[current ^ 1];
-      next.num_tokens = 0;
-      if (token + tile_tokens_ < task_.keys_end) find_rows(token + tile_tokens_, next);
-      fetch_from(next);
-      for (int64_t head = 0; head < task_.num_kv_heads; ++head) attend_tile(head, token, tiles[current]);
+    for (int32_t token = task_.keys_begin; token < task_.keys_end; token += tile_tokens_) {
+      const int32_t tile_end = token + tile_tokens_;
+      const AttentionTask* next_task = tile_end < task_.keys_end ? &task_ : task_.next;
+      next->num_tokens = 0;
+      if (next_task == &task_) {
+        find_tile(task_, tile_end, *next);
+      } else if (next_task != nullptr && next_task->keys_begin < next_task->keys_end) {
+        find_tile(*next_task, next_task->keys_begin, *next);
+      }
+      for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
+        find_item(*tile, task_.kv_head_idx + head, item);
+        const int64_t ahead = head + heads_ahead_;
+        if (ahead < task_.num_kv_heads) {
+          find_share(*tile, task_, ahead, fetched);
+        } else {
+          find_share(*next, next_task != nullptr ? *next_task : task_, ahead - task_.num_kv_heads, fetched);
+        }
+        attend_item(head, token, item, fetched);
+      }
+      std::swap(tile, next);
     }
     finish(partial_rows != nullptr ? partial_rows : whole_rows_);
     if (partial_rows == nullptr) store_whole();
   }
 
-  void fetch_from(const TileRows& tile) {
-    next_keys_ = Fetcher(key_cache(0), tile.key, tile.num_tokens, p_.key_cache_token_stride,
-                         p_.key_cache_head_stride, task_.num_kv_heads, p_.head_dim);
-    next_values_ = Fetcher(value_cache(0), tile.value, tile.num_tokens, p_.value_cache_token_stride,
-                           p_.value_cache_head_stride, task_.num_kv_heads, p_.value_head_dim);
-  }
-
   void start() {
-    const int64_t num_rows = task_.num_kv_heads * group_;
-    for (int64_t row = 0; row < num_rows; ++row) {
-      const int64_t head_idx = task_.kv_head_idx * group_ + row;
-      load_query_row<Math>(p_, task_.query_begin, head_idx, padded_key_dim_,
-                           query_ + row * padded_key_dim_ / Math::PACK);
-      largest_[row] = PartialRows::NO_SCORE;
-      sum_[row] = 0.0f;
-    }
-    std::memset(acc_, 0, num_rows * padded_value_dim_ * sizeof(float));
+    const int64_t num_vectors = task_.num_kv_heads * num_vectors_;
+    std::memset(query_, 0, num_vectors * LANE_ROWS * key_dwords_ * sizeof(uint32_t));
+    std::fill_n(largest_, num_vectors * WIDTH, PartialRows::NO_SCORE);
+    std::fill_n(sum_, num_vectors * WIDTH, 0.0f);
+    std::fill_n(slope_, num_vectors * WIDTH, 0.0f);
+    std::memset(acc_, 0, task_.num_kv_heads * group_ * padded_value_dim_ * sizeof(float));
     std::memset(static_cast<void*>(zeros_), 0, max_of(p_.head_dim, p_.value_head_dim) * sizeof(Cache));
-  }
-
-  const Cache* key_cache(int64_t head) const {
-    return static_cast<const Cache*>(p_.key_cache) + (task_.kv_head_idx + head) * p_.key_cache_head_stride;
-  }
-  const Cache* value_cache(int64_t head) const {
-    return static_cast<const Cache*>(p_.value_cache) +
-           (task_.kv_head_idx + head) * p_.value_cache_head_stride;
-  }
-
-  void attend_tile(int64_t head, int32_t token, const TileRows& tile) {
-    Rows rows;
-    rows.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
-    const Cache *keys = key_cache(head), *values = value_cache(head);
-    for (int i = 0; i < tile.num_tokens; ++i) {
-      rows.key[i] = keys + tile.key[i];
-      rows.value[i] = values + tile.value[i];
+    for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
+      for (int row = 0; row < group_; ++row) {
+        const int64_t vector = head * num_vectors_ + row / LANE_ROWS, lane = row % LANE_ROWS;
+        const int64_t head_idx = (task_.kv_head_idx + head) * group_ + row;
+        load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK, query_row_);
+        constexpr int PIECE = LANE_ROWS == 1 ? WIDTH : 4;
+        uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * PIECE;
+        for (int i = 0; i < key_dwords_; i += PIECE) {
+          std::memcpy(query + i * LANE_ROWS, query_row_ + i, PIECE * sizeof(uint32_t));
+        }
+        if (p_.alibi_slopes == nullptr) continue;
+        std::fill_n(slope_ + vector * WIDTH + lane * LANE_TOKENS, LANE_TOKENS, p_.alibi_slopes[head_idx]);
+      }
     }
-    for (int i = tile.num_tokens; i < rows.num_padded; ++i) rows.key[i] = rows.value[i] = zeros_;
+  }
 
-    alignas(64) float score[MAX_ROWS][TOKENS];
-    alignas(64) uint32_t weight[MAX_ROWS][TOKENS / Math::PACK];
-    float factor[MAX_ROWS];
-    const int64_t first_row = head * group_;
-    const uint32_t* query = query_ + first_row * padded_key_dim_ / Math::PACK;
-    for_rows([&]<int NUM_ROWS>(int row) {
-      multiply_keys<NUM_ROWS>(rows, query + row * padded_key_dim_ / Math::PACK, score + row, row == 0);
-    });
+  const Cache* key_cache(int64_t kv_head_idx) const {
+    return static_cast<const Cache*>(p_.key_cache) + kv_head_idx * p_.key_cache_head_stride;
+  }
+  const Cache* value_cache(int64_t kv_head_idx) const {
+    return static_cast<const Cache*>(p_.value_cache) + kv_head_idx * p_.value_cache_head_stride;
+  }
+
+  void find_item(const TileRows<TOKENS>& tile, int64_t kv_head_idx, Item& item) const {
+    const Cache *keys = key_cache(kv_head_idx), *values = value_cache(kv_head_idx);
+    item.num_tokens = tile.num_tokens;
+    item.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
+    for (int i = 0; i < tile.num_tokens; ++i) item.key[i] = keys + tile.key[i];
+    for (int i = 0; i < tile.num_tokens; ++i) item.value[i] = values + tile.value[i];
+    for (int i = tile.num_tokens; i < tile_tokens_; ++i) item.key[i] = item.value[i] = zeros_;
+  }
+
+  // What to fetch of the task's tile as its share number `head`, in the order of memory.
+  void find_share(const TileRows<TOKENS>& tile, const AttentionTask& task, int64_t head,
+                  Item& fetched) const {
+    if (!heads_lie_together_) {
+      if (head < task.num_kv_heads) find_item(tile, task.kv_head_idx + head, fetched);
+      return;
+    }
+    int64_t token = head * tile_tokens_ / task.num_kv_heads;
+    int64_t row_head = head * tile_tokens_ % task.num_kv_heads;
+    for (int i = 0; i < tile_tokens_; ++i) {
+      const bool is_there = token < tile.num_tokens;
+      fetched.key[i] = is_there ? key_cache(task.kv_head_idx + row_head) + tile.key[token] : zeros_;
+      fetched.value[i] = is_there ? value_cache(task.kv_head_idx + row_head) + tile.value[token] : zeros_;
+      if (++row_head == task.num_kv_heads) {
+        row_head = 0;
+        ++token;
+      }
+    }
+  }
+
+  void attend_item(int64_t head, int32_t token, const Item& item, const Item& fetched) {
+    // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
+    alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
+    alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
+    alignas(64) float factor[MAX_VECTORS * WIDTH];
+    const uint32_t* query = query_ + head * num_vectors_ * LANE_ROWS * key_dwords_;
+    int vector = 0;
+    for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
+      multiply_keys<KEY_VECTORS>(item, fetched, query, vector, score);
+    }
+    for (; vector < num_vectors_; ++vector) multiply_keys<1>(item, fetched, query, vector, score);
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
-    for (int row = 0; row < group_; ++row) {
-      factor[row] = weigh(first_row + row, rule, token, tile.num_tokens, score[row], weight[row]);
+    for (int i = 0; i < num_vectors_; ++i) {
+      weigh(head * num_vectors_ + i, rule, token, item.num_tokens, score[i],
+            weight + i * Products::WEIGHT_VECTOR_STRIDE, factor + i * WIDTH);
     }
-    for_rows([&]<int NUM_ROWS>(int row) {
-      multiply_values<NUM_ROWS>(rows, weight + row, factor + row,
-                                acc_ + (first_row + row) * padded_value_dim_, row == 0);
-    });
-  }
-
-  // Calls body<NUM_ROWS>(row) for the group's rows, as evenly as ROWS at a time allow.
-  template <class Body>
-  void for_rows(Body&& body) const {
-    const int num_passes = (group_ + ROWS - 1) / ROWS;
-    for (int pass = 0, row = 0; pass < num_passes; ++pass) {
-      const int num_rows = (group_ - row + num_passes - pass - 1) / (num_passes - pass);
-      if (num_rows == 1) body.template operator()<1>(row);
-      if (num_rows == 2) body.template operator()<2>(row);
+    int num_passes = 0;
+    for (int row = 0; row < group_; row += ROWS) {
+      const int num_vectors = Products::value_vectors(min_of(ROWS, group_ - row));
+      num_passes += static_cast<int>(ceil_div(p_.value_head_dim, num_vectors * WIDTH));
+    }
+    typename Products::RowFetch fetch{fetched.value, p_.value_head_dim * int64_t{sizeof(Cache)}, num_passes};
+    for (int row = 0; row < group_; row += ROWS) {
+      const uint32_t* row_weight = weight + row / LANE_ROWS * Products::WEIGHT_VECTOR_STRIDE +
+                                   row % LANE_ROWS * Products::WEIGHT_ROW_STRIDE;
+      const float* row_factor = factor + row * LANE_TOKENS;
+      float* acc = acc_ + (head * group_ + row) * padded_value_dim_;
+      const int num_rows = min_of(ROWS, group_ - row);
+      const auto values = [&]<int NUM_ROWS>() {
+        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight, row_factor, acc,
+                                                     padded_value_dim_, p_.value_head_dim);
+      };
+      if (num_rows == 1) values.template operator()<1>();
+      if (num_rows == 2) values.template operator()<2>();
       if constexpr (ROWS > 2) {
-        if (num_rows == 3) body.template operator()<3>(row);
-        if (num_rows == 4) body.template operator()<4>(row);
-      }
-      row += num_rows;
-    }
-  }
-
-  // score[row][token] = query row . key
-  template <int NUM_ROWS>
-  void multiply_keys(const Rows& rows, const uint32_t* query, float (*score)[TOKENS], bool fetches) {
-    const int64_t query_stride = padded_key_dim_ / Math::PACK;
-    for (int token = 0; token < rows.num_padded; token += WIDTH) {
-      Float quad[NUM_ROWS][WIDTH / 4];
-#pragma GCC unroll 4
-      for (int i = 0; i < WIDTH / 4; ++i) {
-        const Cache* const* key = rows.key + token + 4 * i;
-        if (fetches) {
-          for (int t = 0; t < 4; ++t) next_keys_.fetch_row();
-        }
-        Float dot[NUM_ROWS][4];
-#pragma GCC unroll 4
-        for (int row = 0; row < NUM_ROWS; ++row) {
-#pragma GCC unroll 4
-          for (int t = 0; t < 4; ++t) dot[row][t] = Isa::set(0.0f);
-        }
-        int64_t dim = 0;
-        for (; dim + Math::STEP <= p_.head_dim; dim += Math::STEP) {
-          multiply_key_step<NUM_ROWS>(key, query, query_stride, dim, Math::STEP, dot);
-        }
-        if (dim < p_.head_dim) {
-          multiply_key_step<NUM_ROWS>(key, query, query_stride, dim, p_.head_dim - dim, dot);
-        }
-#pragma GCC unroll 4
-        for (int row = 0; row < NUM_ROWS; ++row) {
-          quad[row][i] = Isa::sum_quads(dot[row][0], dot[row][1], dot[row][2], dot[row][3]);
-        }
-      }
-#pragma GCC unroll 4
-      for (int row = 0; row < NUM_ROWS; ++row) Isa::store(score[row] + token, Isa::join_quads(quad[row]));
-    }
-  }
-
-  template <int NUM_ROWS>
-  static void multiply_key_step(const Cache* const* key, const uint32_t* query, int64_t query_stride,
-                                int64_t dim, int64_t count, Float (&dot)[NUM_ROWS][4]) {
-    Operand x[4][Math::OPERANDS];
-#pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) Math::load(key[t] + dim, count, x[t]);
-#pragma GCC unroll 2
-    for (int i = 0; i < Math::OPERANDS; ++i) {
-#pragma GCC unroll 4
-      for (int row = 0; row < NUM_ROWS; ++row) {
-        const Operand q = Math::load_dwords(query + row * query_stride + dim / Math::PACK + i * WIDTH);
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; ++t) dot[row][t] = Math::multiply_add(q, x[t][i], dot[row][t]);
+        if (num_rows == 3) values.template operator()<3>();
+        if (num_rows == 4) values.template operator()<4>();
       }
     }
   }
 
-  // The softmax step of one row: its weights, and the factor for what was summed before.
-  float weigh(int64_t row, const ScoreRule<Isa>& rule, int32_t first_token, int num_tokens,
-              const float (&score)[TOKENS], uint32_t (&weight)[TOKENS / Math::PACK]) {
-    constexpr int VECTORS = TOKENS / WIDTH;
-    const int num_vectors = static_cast<int>(ceil_div(num_tokens, WIDTH));
+  // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords.
+  template <int VECTORS>
+  void multiply_keys(const Item& item, const Item& fetched, const uint32_t* query, int vector,
+                     float (*score)[TOKENS / 4][WIDTH]) {
+    const auto num_dwords = static_cast<int>(p_.head_dim / PACK);
+    const int64_t row_bytes = p_.head_dim * sizeof(Cache);
+    for (int token = 0; token < item.num_padded; token += KEY_TOKENS) {
+      const uint32_t* keys[KEY_TOKENS];
+      if (vector == 0) fetch_again(item, token);
+      for (int t = 0; t < KEY_TOKENS; ++t) {
+        keys[t] = copies_keys_ ? copy_key(item.key[token + t], copied_keys_ + t * key_dwords_)
+                               : reinterpret_cast<const uint32_t*>(item.key[token + t]);
+      }
+      Products::template key_tile<VECTORS>(keys, fetched.key + token, vector == 0 ? row_bytes : 0, num_dwords,
+                                           query + vector * LANE_ROWS * key_dwords_, LANE_ROWS * key_dwords_,
+                                           score[vector][token / 4]);
+    }
+  }
+
+  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
+  // get lost.
+  void fetch_again(const Item& item, int token) const {
+    const int next_keys = min_of(token + KEY_TOKENS, item.num_padded - KEY_TOKENS);
+    for (int t = 0; t < KEY_TOKENS; ++t) {
+      fetch_to_l1(item.key[next_keys + t], p_.head_dim * sizeof(Cache));
+      fetch_to_l1(item.value[token + t], p_.value_head_dim * sizeof(Cache));
+    }
+  }
+
+  // A key as operands.
+  const uint32_t* copy_key(const Cache* key, uint32_t* dwords) const {
+    for (int64_t dim = 0; dim < p_.head_dim; dim += Math::STEP) {
+      Operand x[Math::OPERANDS];
+      Math::load(key + dim, p_.head_dim - dim, x);
+      for (int i = 0; i < Math::OPERANDS; ++i) Math::store_dwords(dwords + dim / PACK + i * WIDTH, x[i]);
+    }
+    return dwords;
+  }
+
+  static Float token_iota() { return LANE_ROWS == 1 ? Isa::iota() : Isa::iota_in_lanes(); }
+
+  // The largest of each row, for each of its tokens.
+  static Float largest_of_rows(Float x) {
+    return LANE_ROWS == 1 ? Isa::set(Isa::largest(x)) : Isa::largest_in_lanes(x);
+  }
+
+  // Of sums over each lane's dwords, vectors of scores: vector i in score[i * LANE_TOKENS / 4].
+  void finish_scores(const ScoreRule<Isa>& rule, Float slope, int32_t first_token, int num_tokens,
+                     float (*score)[WIDTH]) const {
     const Float hidden = Isa::set(-std::numeric_limits<float>::infinity());
-    Float x[VECTORS], tile_largest = hidden;
-    const float slope = p_.alibi_slopes != nullptr ? p_.alibi_slopes[task_.kv_head_idx * group_ + row] : 0.0f;
     const auto position = p_.context_lens[task_.seq_idx] - 1;
-#pragma GCC unroll 4
-    for (int i = 0; i < num_vectors; ++i) {
-      x[i] = Isa::load(score + i * WIDTH);
+    for (int token = 0; token < TOKENS; token += LANE_TOKENS) {
+      float* place = score[token / 4];
+      Float x = Isa::load(place);
+      if constexpr (LANE_ROWS == 1) {
+        Float quad[WIDTH / 4];
+        for (int i = 0; i < WIDTH / 4; ++i) quad[i] = Isa::load(score[token / 4 + i]);
+        x = Isa::join_quads(quad);
+      }
       if (rule.adjusts) {
-        const auto distance = static_cast<float>(first_token + i * WIDTH - position);
-        x[i] = rule.adjust(x[i], Isa::set(slope), Isa::add(Isa::iota(), Isa::set(distance)));
+        const auto distance = static_cast<float>(first_token + token - position);
+        x = rule.adjust(x, slope, Isa::add(token_iota(), Isa::set(distance)));
       }
-      x[i] = Isa::keep_first(x[i], num_tokens - i * WIDTH, hidden);
-      tile_largest = Isa::max(tile_largest, x[i]);
-    }
-    const float before = largest_[row];
-    const float largest = max_of(before, Isa::largest(tile_largest));
-    Float tile_sum = Isa::set(0.0f);
-#pragma GCC unroll 4
-    for (int i = 0; i < num_vectors; ++i) {
-      const Float y =
-          weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], Isa::set(largest)), Isa::set(rule.factor()));
-      tile_sum = Isa::add(tile_sum, y);
-      Math::pack_tokens(weight + i * WIDTH / Math::PACK, y);
-    }
-    const float factor = before == largest ? 1.0f : exp2_of<Isa>((before - largest) * rule.factor());
-    largest_[row] = largest;
-    sum_[row] = sum_[row] * factor + Isa::sum(tile_sum);
-    return factor;
-  }
-
-  // acc[row] = acc[row] * factor + sum of weight * value. The tile is summed up apart, so that a long context
-  // loses no digits to a running sum.
-  template <int NUM_ROWS>
-  void multiply_values(const Rows& rows, const uint32_t (*weight)[TOKENS / Math::PACK], const float* factor,
-                       float* acc, bool fetches) {
-    constexpr int MANY = NUM_ROWS <= 2 && WIDTH == 16 ? 8 : 4;
-    constexpr int FEW = 4;
-    const auto num_passes = static_cast<int>(ceil_div(p_.value_head_dim, MANY * WIDTH));
-    int64_t dim = 0;
-    for (int pass = 0; dim < p_.value_head_dim; ++pass) {
-      // As many rows with each step as bring in PACK rows for PACK tokens by the last pass.
-      const int fetched = fetches ? Math::PACK * (pass + 1) / num_passes - Math::PACK * pass / num_passes : 0;
-      if (dim + MANY * WIDTH <= p_.value_head_dim) {
-        multiply_value_vectors<NUM_ROWS, MANY, true>(rows, weight, factor, acc, dim, fetched);
-        dim += MANY * WIDTH;
-      } else if (dim + FEW * WIDTH <= p_.value_head_dim) {
-        multiply_value_vectors<NUM_ROWS, FEW, true>(rows, weight, factor, acc, dim, fetched);
-        dim += FEW * WIDTH;
-      } else {
-        multiply_value_vectors<NUM_ROWS, FEW, false>(rows, weight, factor, acc, dim, fetched);
-        dim += FEW * WIDTH;
-      }
+      x = Isa::select_less(token_iota(), Isa::set(static_cast<float>(num_tokens - token)), x, hidden);
+      Isa::store(place, x);
     }
   }
 
-  template <int NUM_ROWS, int VECTORS, bool WHOLE>
-  void multiply_value_vectors(const Rows& rows, const uint32_t (*weight)[TOKENS / Math::PACK],
-                              const float* factor, float* acc, int64_t dim, int fetched) {
-    constexpr int LOADED = Math::OPERANDS * Math::PACK;  // vectors of one load of PACK tokens
-    static_assert(VECTORS % LOADED == 0);
-    Float sum[NUM_ROWS][VECTORS];
-#pragma GCC unroll 4
-    for (int row = 0; row < NUM_ROWS; ++row) {
-#pragma GCC unroll 8
-      for (int i = 0; i < VECTORS; ++i) sum[row][i] = Isa::set(0.0f);
+  // The softmax step of a row vector: its weights, and the factors for what was summed before.
+  void weigh(int64_t vector, const ScoreRule<Isa>& rule, int32_t first_token, int num_tokens,
+             float (*score)[WIDTH], uint32_t* weight, float* factor) {
+    constexpr int VECTORS = TOKENS / LANE_TOKENS;
+    if (LANE_ROWS == 1 || rule.adjusts || num_tokens < TOKENS) {
+      finish_scores(rule, Isa::load(slope_ + vector * WIDTH), first_token, num_tokens, score);
     }
-    for (int token = 0; token < rows.num_padded; token += Math::PACK) {
-      for (int i = 0; i < fetched; ++i) next_values_.fetch_row();
-      Operand x[VECTORS / LOADED][LOADED];
+    Float x[VECTORS];
 #pragma GCC unroll 8
-      for (int i = 0; i < VECTORS / LOADED; ++i) {
-        const int64_t begin = dim + i * Math::STEP;
-        Operand loaded[Math::PACK][Math::OPERANDS];
-#pragma GCC unroll 2
-        for (int t = 0; t < Math::PACK; ++t) {
-          const int64_t count = WHOLE ? Math::STEP : p_.value_head_dim - begin;
-          Math::load(rows.value[token + t] + begin, count, loaded[t]);
-        }
-        Math::interleave(loaded, x[i]);
-      }
-#pragma GCC unroll 4
-      for (int row = 0; row < NUM_ROWS; ++row) {
-        const Operand w = Math::broadcast(weight[row] + token / Math::PACK);
+    for (int i = 0; i < VECTORS; ++i) x[i] = Isa::load(score[i * LANE_TOKENS / 4]);
+    const Float before = Isa::load(largest_ + vector * WIDTH);
+    Float largest = x[0];
 #pragma GCC unroll 8
-        for (int i = 0; i < VECTORS; ++i) {
-          sum[row][i] = Math::multiply_add(x[i / LOADED][i % LOADED], w, sum[row][i]);
-        }
-      }
+    for (int i = 1; i < VECTORS; ++i) largest = Isa::max(largest, x[i]);
+    largest = Isa::max(before, largest_of_rows(largest));
+    const Float scale = Isa::set(rule.factor());
+    Float sum = Isa::set(0.0f);
+#pragma GCC unroll 8
+    for (int i = 0; i < VECTORS; ++i) {
+      const Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], largest), scale);
+      sum = Isa::add(sum, y);
+      Math::pack_tokens(weight + i * WIDTH / PACK, y);
     }
-#pragma GCC unroll 4
-    for (int row = 0; row < NUM_ROWS; ++row) {
-      float* row_acc = acc + row * padded_value_dim_ + dim;
-#pragma GCC unroll 8
-      for (int i = 0; i < VECTORS; ++i) {
-        Isa::store(row_acc + i * WIDTH,
-                   Isa::fma(Isa::load(row_acc + i * WIDTH), Isa::set(factor[row]), sum[row][i]));
-      }
-    }
+    const Float fade = exp2_of<Isa>(Isa::mul(Isa::sub(before, largest), scale));
+    Isa::store(factor, fade);
+    Isa::store(largest_ + vector * WIDTH, largest);
+    Isa::store(sum_ + vector * WIDTH, Isa::fma(Isa::load(sum_ + vector * WIDTH), fade, sum));
   }
 
   void finish(float* partial_rows) {
-    constexpr int LOADED = Math::OPERANDS * Math::PACK;
+    constexpr int LOADED = Math::OPERANDS * PACK;
     const int64_t num_rows = task_.num_kv_heads * group_;
     for (int64_t row = 0; row < num_rows; ++row, partial_rows += PartialRows::stride(p_)) {
-      const int64_t kv_head_idx = task_.kv_head_idx + row / group_;
-      const ScoreRule<Isa> rule(p_, kv_head_idx);
-      const Float scale = Isa::set(scale_of(p_.v_scale, p_.v_scale_value, kv_head_idx));
+      const int64_t head = row / group_, row_of_head = row % group_;
+      const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
+      const Float scale = Isa::set(scale_of(p_.v_scale, p_.v_scale_value, task_.kv_head_idx + head));
       for (int64_t dim = 0; dim < p_.value_head_dim; dim += LOADED * WIDTH) {
         Float x[LOADED];
         for (int i = 0; i < LOADED; ++i) x[i] = Isa::load(acc_ + row * padded_value_dim_ + dim + i * WIDTH);
@@ -380,13 +334,16 @@ class Decode {
           Isa::narrow(partial_rows + begin, Isa::mul(x[i], scale), p_.value_head_dim - begin);
         }
       }
-      partial_rows[p_.value_head_dim] = rule.exported(largest_[row]);
-      partial_rows[p_.value_head_dim + 1] = sum_[row];
+      const int64_t first = head * num_vectors_ * WIDTH + row_of_head * LANE_TOKENS;
+      partial_rows[p_.value_head_dim] = rule.exported(largest_[first]);
+      float sum = 0.0f;
+      for (int i = 0; i < LANE_TOKENS; ++i) sum += sum_[first + i];
+      partial_rows[p_.value_head_dim + 1] = sum;
     }
   }
 
   void store_whole() const {
-    if constexpr (Math::PACK == 2) {
+    if constexpr (PACK == 2) {
       store_rows<Isa, bfloat16>(p_, task_, whole_rows_, 1);
     } else {
       dispatch_float_dtype(p_.query_dtype,
@@ -396,14 +353,21 @@ class Decode {
 
   const PagedAttentionParams& p_;
   const AttentionTask& task_;
-  int group_, tile_tokens_;
-  Fetcher next_keys_, next_values_;  // of the next tile
-  int64_t padded_key_dim_, padded_value_dim_, memory_;
-  uint32_t* query_;        // [num_kv_heads * group, padded_key_dim / PACK]
+  int group_, num_vectors_;  // rows of a KV head, and vectors of them
+  int key_dwords_;           // of a padded row
+  bool heads_lie_together_;  // in memory, those of a token; otherwise the tokens of a head
+  int tile_tokens_;
+  int64_t heads_ahead_;  // items between asking for one and working on it
+  bool copies_keys_;
+  int64_t padded_value_dim_, memory_;
+  uint32_t* query_;        // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4]
+  uint32_t* query_row_;    // [key_dwords]
+  uint32_t* copied_keys_;  // [KEY_TOKENS, key_dwords]
   float* acc_;             // [num_kv_heads * group, padded_value_dim], in the order of interleave
-  float *largest_, *sum_;  // [num_kv_heads * group]
-  float* whole_rows_;      // the partial rows of a task that has all keys
-  Cache* zeros_;           // [max(head_dim, value_head_dim)]
+  // [num_kv_heads, num_vectors, LANE_ROWS, LANE_TOKENS]: the largest score, sums, and ALiBi's slope
+  float *largest_, *sum_, *slope_;
+  float* whole_rows_;  // the partial rows of a task that has all keys
+  Cache* zeros_;       // [max(head_dim, value_head_dim)]
 };
 
 }  // namespace

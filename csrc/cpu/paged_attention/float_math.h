@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/dispatch.h"
 
@@ -19,11 +20,16 @@ struct FloatMath {
   static constexpr int OPERANDS = 1;       // of one load
   static constexpr int STEP = Isa::WIDTH;  // elements of one load
 
+  static constexpr bool IS_STORED = std::is_same_v<Cache, float>;  // rows of a cache are dwords as they lie
   static constexpr int EXP_DEGREE = 5;
 
   // `count` elements of a row from p on (all of STEP where there are more), zero beyond them.
   static void load(const Cache* p, int64_t count, Operand (&x)[1]) { x[0] = Isa::widen(p, count); }
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }
+  // Four dwords in every lane of 128 bits.
+  static Operand load_in_lanes(const uint32_t* p) {
+    return Isa::load_in_lanes(reinterpret_cast<const float*>(p));
+  }
   static void store_dwords(uint32_t* p, Operand x) { Isa::store(reinterpret_cast<float*>(p), x); }
   static Operand broadcast(const uint32_t* p) { return Isa::set(*reinterpret_cast<const float*>(p)); }
   static Float multiply_add(Operand a, Operand b, Float c) { return Isa::fma(a, b, c); }
@@ -45,6 +51,12 @@ struct FloatMath {
   static void load_query(const Query* query, int64_t head_dim, int64_t padded_dim, uint32_t* dwords) {
     for (int64_t i = 0; i < padded_dim; i += STEP)
       store_dwords(dwords + i, Isa::widen(query + i, head_dim - i));
+  }
+
+  // WIDTH elements of a query, zero beyond `count`.
+  template <class Query>
+  static Float load_query_vector(const Query* query, int64_t count) {
+    return Isa::widen(query, count);
   }
 
   // Whether an element is an infinity or a NaN.

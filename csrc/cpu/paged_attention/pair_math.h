@@ -54,6 +54,7 @@ struct PairMath {
   static constexpr int PACK = 2;
   static constexpr int OPERANDS = sizeof(Cache) == 2 ? 1 : 2;
   static constexpr int STEP = 32 * OPERANDS;
+  static constexpr bool IS_STORED = std::is_same_v<Cache, bfloat16>;
   static constexpr int EXP_DEGREE = 4;
 
   static void load(const bfloat16* p, int64_t count, Operand (&x)[1]) {
@@ -68,6 +69,9 @@ struct PairMath {
     widen(bytes, x);
   }
   static Operand load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static Operand load_in_lanes(const uint32_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static void store_dwords(uint32_t* p, Operand x) { _mm512_storeu_si512(p, x); }
   static Operand broadcast(const uint32_t* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
   static Float multiply_add(Operand a, Operand b, Float c) {
@@ -94,13 +98,16 @@ struct PairMath {
     }
   }
 
-  static void store_weights(uint32_t* p, int64_t, const Float (&weight)[2]) {
-    // Token 0 of a row in the low half of its dword, token 1 in the high one.
-    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(weight[1], weight[0]);
+  // Pairs, rounded: `low` in the low halves of the dwords.
+  static Operand pack(Float low, Float high) {
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(high, low);
     const __m512i order =
         _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
                           0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
-    store_dwords(p, _mm512_permutexvar_epi16(order, halves));
+    return _mm512_permutexvar_epi16(order, halves);
+  }
+  static void store_weights(uint32_t* p, int64_t, const Float (&weight)[2]) {
+    store_dwords(p, pack(weight[0], weight[1]));
   }
   static void pack_tokens(uint32_t* p, Float weight) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(weight));
@@ -112,6 +119,13 @@ struct PairMath {
       load(query + i, head_dim - i, x);
       store_dwords(dwords + i / 2, x[0]);
     }
+  }
+
+  // 32 elements of a query, zero beyond `count`.
+  static Float load_query_vector(const bfloat16* query, int64_t count) {
+    return (Float)(count >= 32
+                       ? _mm512_loadu_si512(query)
+                       : _mm512_maskz_loadu_epi16(count <= 0 ? 0 : (uint32_t{1} << count) - 1, query));
   }
 
   static bool any_special(Operand x) {

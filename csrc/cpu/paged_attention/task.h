@@ -17,6 +17,8 @@ struct AttentionTask {
   int64_t seq_idx, kv_head_idx, num_kv_heads;
   int64_t query_begin, query_len, row_begin, row_end;
   int32_t keys_begin, keys_end;
+  // What this thread probably does next, whose memory it may fetch ahead; null: unknown.
+  const AttentionTask* next;
 };
 
 // What is known of a row after some of its keys: [value_head_dim] the sum of weight * value, then the largest

@@ -15,11 +15,15 @@ namespace {  // each instruction set has a copy of its own
 struct Avx2 {
   using Float = __m256;
   static constexpr int WIDTH = 8;
+  static constexpr int LANES = WIDTH / 4;
   static constexpr int DECODE_ROWS = 2;
   static constexpr int MAX_ROW_VECTORS = 2;
 
   static Float set(float x) { return _mm256_set1_ps(x); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static Float load_in_lanes(const float* p) {
+    return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  }
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
   static float first_lane(Float x) { return _mm256_cvtss_f32(x); }
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
@@ -51,6 +55,7 @@ struct Avx2 {
     return _mm256_and_ps(_mm256_cmp_ps(x, set(limit), _CMP_NLT_UQ), y);
   }
   static Float iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
+  static Float iota_in_lanes() { return _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3); }
   static Float load_ints(const int32_t* p) { return _mm256_cvtepi32_ps(load_int_vector(p)); }
 
   static Float keep_visible(Float score, const int32_t* begin, const int32_t* end, int32_t token) {
@@ -59,9 +64,6 @@ struct Avx2 {
     const __m256i before_end = _mm256_cmpgt_epi32(load_int_vector(end), t);
     return _mm256_blendv_ps(set(-std::numeric_limits<float>::infinity()), score,
                             _mm256_castsi256_ps(_mm256_andnot_si256(hidden, before_end)));
-  }
-  static Float keep_first(Float x, int64_t count, Float fill) {
-    return select_less(iota(), set(static_cast<float>(count)), x, fill);
   }
 
   static bool any_special(Float x) {
@@ -78,6 +80,11 @@ struct Avx2 {
     __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     half = _mm_max_ps(half, _mm_movehl_ps(half, half));
     return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+  }
+
+  static Float largest_in_lanes(Float x) {
+    x = max(x, _mm256_shuffle_ps(x, x, 0x4e));
+    return max(x, _mm256_shuffle_ps(x, x, 0xb1));
   }
 
   static Float sum_quads(Float a, Float b, Float c, Float d) {

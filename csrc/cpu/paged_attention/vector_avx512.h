@@ -15,11 +15,14 @@ namespace {  // each instruction set has a copy of its own
 struct Avx512 {
   using Float = __m512;
   static constexpr int WIDTH = 16;
-  static constexpr int DECODE_ROWS = 4;  // of a register tile: 4 x 4 accumulators, and room for operands
+  static constexpr int LANES = WIDTH / 4;  // of 128 bits
+  static constexpr int DECODE_ROWS = 4;    // of a register tile: 4 x 4 accumulators, and room for operands
   static constexpr int MAX_ROW_VECTORS = 4;
 
   static Float set(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
+  // 16 bytes in every lane of 128 bits.
+  static Float load_in_lanes(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
   static float first_lane(Float x) { return _mm512_cvtss_f32(x); }
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
@@ -51,6 +54,8 @@ struct Avx512 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, set(limit), _CMP_NLT_UQ), y);
   }
   static Float iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+  // 0 to 3 in every lane of 128 bits.
+  static Float iota_in_lanes() { return _mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)); }
   static Float load_ints(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
 
   // The scores whose row sees the token, -inf for the others; a row sees [begin, end).
@@ -60,16 +65,18 @@ struct Avx512 {
                               _mm512_cmpgt_epi32_mask(_mm512_loadu_si512(end), t);
     return _mm512_mask_blend_ps(visible, set(-std::numeric_limits<float>::infinity()), score);
   }
-  // The first `count` lanes of x, `fill` in the others.
-  static Float keep_first(Float x, int64_t count, Float fill) {
-    return _mm512_mask_blend_ps(first(count), fill, x);
-  }
 
   // Whether x has an infinity or a NaN.
   static bool any_special(Float x) { return _mm512_fpclass_ps_mask(x, 0x99) != 0; }
 
   static float sum(Float x) { return _mm512_reduce_add_ps(x); }
   static float largest(Float x) { return _mm512_reduce_max_ps(x); }
+
+  // Of each lane of 128 bits the largest element, in all four of them.
+  static Float largest_in_lanes(Float x) {
+    x = max(x, _mm512_shuffle_ps(x, x, 0x4e));
+    return max(x, _mm512_shuffle_ps(x, x, 0xb1));
+  }
 
   // Sums of vectors 0 to 3 over each 128-bit lane, side by side in that lane.
   static Float sum_quads(Float a, Float b, Float c, Float d) {

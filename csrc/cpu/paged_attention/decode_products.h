@@ -1,0 +1,162 @@
+// The two matrix products of decode.h, in registers.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/paged_attention/fetch.h"
+
+namespace pagedkv::cpu {
+namespace {  // each instruction set has a copy of its own
+
+template <class Math, int LANE_ROWS>
+struct DecodeProducts {
+  using Isa = typename Math::Isa;
+  using Cache = typename Math::Cache;
+  using Float = typename Isa::Float;
+  using Operand = typename Math::Operand;
+  static constexpr int WIDTH = Isa::WIDTH;
+  static constexpr int PACK = Math::PACK;
+  static constexpr int TOKENS = 32;                      // of an item, at most
+  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;  // of a vector of scores
+  static_assert(LANE_ROWS == 1 || LANE_TOKENS == 4);
+  // A register tile of scores: accumulators enough to keep the multipliers busy.
+  static constexpr int KEY_TOKENS = 8, KEY_VECTORS = WIDTH == 16 ? 2 : 1;
+  // Dwords of weights from a row vector to the next, and from a row to the next in it.
+  static constexpr int WEIGHT_VECTOR_STRIDE = TOKENS * LANE_ROWS / PACK;
+  static constexpr int WEIGHT_ROW_STRIDE = LANE_ROWS == 1 ? WEIGHT_VECTOR_STRIDE : LANE_TOKENS / PACK;
+
+  // The rows of a tile of one KV head; beyond its tokens, rows of zeros. num_padded: to a whole vector of
+  // tokens.
+  struct Item {
+    int num_tokens, num_padded;
+    const Cache *key[TOKENS], *value[TOKENS];
+  };
+
+  // score[v][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of rows and
+  // KEY_TOKENS tokens. Fetches as many rows of row_bytes, evenly. Not inlined: in a function of its own, all
+  // operands find a register.
+  template <int VECTORS>
+  [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
+                                         int64_t row_bytes, int num_dwords, const uint32_t* query,
+                                         int query_vector_stride, float* score) {
+    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4;
+    Float dot[VECTORS][KEY_TOKENS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 8
+      for (int t = 0; t < KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
+    }
+    const int num_steps = (num_dwords + STEP_DWORDS - 1) / STEP_DWORDS;
+    for (int row = 0, step = 0; row < KEY_TOKENS; ++row) {
+      fetch_to_l2(fetched[row], row_bytes);
+      for (; step < num_steps * (row + 1) / KEY_TOKENS; ++step, query += WIDTH) {
+        Operand q[VECTORS];
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) q[v] = Math::load_dwords(query + v * query_vector_stride);
+#pragma GCC unroll 8
+        for (int t = 0; t < KEY_TOKENS; ++t) {
+          const uint32_t* key = keys[t] + step * STEP_DWORDS;
+          const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
+#pragma GCC unroll 2
+          for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+      for (int t = 0; t < KEY_TOKENS; t += 4) {
+        Isa::store(score + v * TOKENS / 4 * WIDTH + t / 4 * WIDTH,
+                   Isa::sum_quads(dot[v][t], dot[v][t + 1], dot[v][t + 2], dot[v][t + 3]));
+      }
+    }
+  }
+
+  // Vectors of values that are added up together, for so many rows.
+  static constexpr int value_vectors(int num_rows) { return num_rows <= 2 && WIDTH == 16 ? 8 : 4; }
+
+  // Rows that are fetched evenly over num_passes passes through as many tokens.
+  struct RowFetch {
+    const Cache* const* row;
+    int64_t row_bytes;
+    int num_passes, due = 0;
+
+    void step(int num_tokens) {
+      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
+    }
+  };
+
+  // acc[row] = acc[row] * factor + sum of weight * value. The item is summed up apart, so that a long context
+  // loses no digits to a running sum.
+  template <int NUM_ROWS>
+  static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight, const float* factor,
+                              float* acc, int64_t acc_row_stride, int64_t num_dims) {
+    constexpr int MANY = value_vectors(NUM_ROWS), FEW = 4;
+    int64_t dim = 0;
+    for (; dim + MANY * WIDTH <= num_dims; dim += MANY * WIDTH) {
+      value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
+    }
+    for (; dim < num_dims; dim += FEW * WIDTH) {
+      if (dim + FEW * WIDTH <= num_dims) {
+        value_tile<NUM_ROWS, FEW, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
+      } else {
+        value_tile<NUM_ROWS, FEW, false>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
+      }
+    }
+  }
+
+  template <int NUM_ROWS, int VECTORS, bool WHOLE>
+  [[gnu::noinline]] static void value_tile(const Item& item, RowFetch& item_fetch, const uint32_t* weight,
+                                           const float* factor, float* acc, int64_t acc_row_stride,
+                                           int64_t num_dims, int64_t dim) {
+    RowFetch fetch = item_fetch;
+    constexpr int LOADED = Math::OPERANDS * PACK;  // vectors of one load of PACK tokens
+    static_assert(VECTORS % LOADED == 0);
+    Float sum[NUM_ROWS][VECTORS];
+#pragma GCC unroll 4
+    for (int row = 0; row < NUM_ROWS; ++row) {
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) sum[row][i] = Isa::set(0.0f);
+    }
+    for (int token = 0; token < item.num_padded; token += PACK) {
+      fetch.step(PACK);
+      Operand x[VECTORS / LOADED][LOADED];
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS / LOADED; ++i) {
+        const int64_t begin = dim + i * Math::STEP;
+        Operand loaded[PACK][Math::OPERANDS];
+#pragma GCC unroll 2
+        for (int t = 0; t < PACK; ++t) {
+          const int64_t count = WHOLE ? Math::STEP : num_dims - begin;
+          Math::load(item.value[token + t] + begin, count, loaded[t]);
+        }
+        Math::interleave(loaded, x[i]);
+      }
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+        const Operand w = Math::broadcast(weight + row / LANE_ROWS * WEIGHT_VECTOR_STRIDE +
+                                          row % LANE_ROWS * WEIGHT_ROW_STRIDE);
+#pragma GCC unroll 8
+        for (int i = 0; i < VECTORS; ++i) {
+          sum[row][i] = Math::multiply_add(x[i / LOADED][i % LOADED], w, sum[row][i]);
+        }
+      }
+      // The next tokens' weights are the next dword, or lie in the next vector of them.
+      ++weight;
+      if ((token + PACK) % LANE_TOKENS == 0) weight += (WIDTH - LANE_TOKENS) / PACK;
+    }
+    item_fetch = fetch;
+#pragma GCC unroll 4
+    for (int row = 0; row < NUM_ROWS; ++row) {
+      float* row_acc = acc + row * acc_row_stride + dim;
+      const Float row_factor = Isa::set(factor[row * LANE_TOKENS]);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) {
+        Isa::store(row_acc + i * WIDTH, Isa::fma(Isa::load(row_acc + i * WIDTH), row_factor, sum[row][i]));
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace pagedkv::cpu
