@@ -65,7 +65,13 @@ class Batching:
                 raise ValueError(f"{name} must be at least 1, got {size}")
         max_blocks = -(-max_tokens_per_seq // self.block_size)
         return BatchBuffers(
-            len(self._groups.windows), max_seqs, max_tokens, max_blocks, self.device, self._staging
+            self._core,
+            len(self._groups.windows),
+            max_seqs,
+            max_tokens,
+            max_blocks,
+            self.device,
+            self._staging,
         )
 
     def batch(
@@ -82,12 +88,14 @@ class Batching:
         Args:
             sequences: distinct sequences of this cache; none of them in an open batch.
             query_lens: `[num_seqs]`, how many of the uncomputed tokens each computes, 0 allowed; None: all.
-            buffers: from `make_buffers`: the batch's tensors are parts of them, until the next batch is.
+            buffers: from `make_buffers` of this cache: the batch's tensors are parts of them, until the next
+                batch is, which may be opened when this one was committed or abandoned.
 
         Raises:
             OutOfMemoryError: too few blocks are free; nothing was changed.
             ValueError: a sequence was freed, is listed twice, belongs to another cache, or is in a batch that
-                was neither committed nor abandoned; more tokens than are uncomputed; buffers too small.
+                was neither committed nor abandoned; more tokens than are uncomputed; buffers that are too
+                small, another cache's, or an open batch's.
 
         >>> cache = pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, block_size=2)
         >>> a, b = cache.add_sequence([1, 2, 3]), cache.add_sequence([4])
@@ -98,6 +106,8 @@ class Batching:
         lens = None if query_lens is None else reusable_ints(query_lens)
         core_buffers = None if buffers is None else buffers._core
         core, ids = self._settled_core(), self._ids(handles)
+        if buffers is not None:
+            buffers._require_free(core)
         # With the lock until the copies are queued: nobody else is given a block before it was copied from.
         with self._lock:
             try:
@@ -114,6 +124,8 @@ class Batching:
                 ops.copy_blocks(self._key_tensors, self._value_tensors, torch.from_numpy(arrays.copies))
             batch = Batch(handles, arrays, self._batch_tensors(handles, arrays, buffers), self)
             self._open_batches[batch._batch_id] = batch
+            if buffers is not None:
+                buffers._batch = weakref.ref(batch)
         return batch
 
     def _batch_tensors(
@@ -132,7 +144,8 @@ class Batching:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Write the batch's keys and values of one layer, then attend.
 
-        With the last layer the batch is committed. Can be traced by `torch.compile(fullgraph=True)`.
+        Once every layer was attended the batch is committed. Can be traced by
+        `torch.compile(fullgraph=True)`.
 
         Args:
             layer: 0 to num_layers - 1, in any order.

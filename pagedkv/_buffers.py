@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING
+
 import torch
 
 from pagedkv import _core
 from pagedkv._staging import PinnedStaging
+
+if TYPE_CHECKING:
+    from pagedkv._handles import Batch
 
 
 class BatchBuffers:
@@ -22,6 +28,7 @@ class BatchBuffers:
 
     def __init__(
         self,
+        sequences: _core.Sequences,
         num_groups: int,
         max_seqs: int,
         max_tokens: int,
@@ -29,7 +36,11 @@ class BatchBuffers:
         device: torch.device,
         staging: PinnedStaging | None,
     ) -> None:
-        """Allocate them; without staging, on the CPU, the tensors are the arrays that the C++ core writes."""
+        """Allocate them, for the batches of one core's sequences.
+
+        Without staging, on the CPU, the tensors are the arrays that the C++ core writes.
+        """
+        self._sequences = sequences
         self.max_seqs, self.max_tokens, self.max_blocks = max_seqs, max_tokens, max_blocks
         self._core = _core.BatchBuffers(num_groups, max_seqs, max_blocks, max_tokens)
         self._host = [
@@ -42,7 +53,16 @@ class BatchBuffers:
             )
         ]
         self._staging = staging
+        self._batch: weakref.ref[Batch] | None = None  # the one that was written last
         self._tensors = self._host if staging is None else [tensor.to(device) for tensor in self._host]
+
+    def _require_free(self, sequences: _core.Sequences) -> None:
+        """Refuse to be written for another cache, or over a batch that is open."""
+        if sequences is not self._sequences:
+            raise ValueError("the buffers belong to another cache")
+        batch = self._batch() if self._batch is not None else None
+        if batch is not None and batch._state == "open":
+            raise ValueError("the buffers hold a batch that was neither committed nor abandoned")
 
     def tensors(self, num_seqs: int, num_tokens: int) -> list[torch.Tensor]:
         """The batch that was written last: block_tables, context_lens, query_start_loc, slot_mapping."""

@@ -80,7 +80,10 @@ class Capacity:
 
         >>> pagedkv.PagedKVCache(1, 1, 8, num_blocks=4, prefix_caching=True).reset_prefix_cache()
         """
-        self._settled_core().reset_prefix_cache()
+        core = self._settled_core()
+        if self._host is not None:
+            self._host.finish(wait=True)  # blocks of freed sequences that a copy still reads
+        core.reset_prefix_cache()
 
     def can_allocate(
         self,

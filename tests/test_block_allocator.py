@@ -106,6 +106,25 @@ def test_free_many_takes_integers_of_any_kind(make) -> None:  # type: ignore[no-
     assert state(pool) == ([0, 2, 3], [0, 1, 0, 0])
 
 
+def test_a_list_that_changes_while_it_is_read() -> None:
+    class Emptying:
+        def __index__(self) -> int:
+            values.clear()
+            return 1
+
+    class Interrupted:
+        def __index__(self) -> int:
+            raise KeyboardInterrupt
+
+    values: list[object] = [Emptying(), 0, 2]
+    allocator = BlockAllocator(8, 16)
+    allocator.allocate_many(3)
+    allocator.free_many(values)
+    assert allocator.num_free_blocks == 8
+    with pytest.raises(KeyboardInterrupt):
+        allocator.free_many([Interrupted()])
+
+
 @pytest.mark.parametrize("blocks", [[0.0], np.array([0.0]), ["0"], 0, None, np.array([True])], ids=repr)
 def test_free_many_refuses_what_is_not_integers(blocks: object) -> None:
     pool = BlockAllocator(4, 16)

@@ -79,11 +79,26 @@ def test_buffers_that_are_too_small() -> None:
             cache.batch(members, buffers=buffers)
         assert cache.stats().peak_used == 0
     assert cache.batch(seqs[:2], buffers=buffers).block_tables.tolist() == [[0, 1], [2, -1]]
-    other = make_cache(num_layers=2, sliding_window=[3, None])
-    with pytest.raises(ValueError, match="2 groups of layers, but its buffers hold 1"):
-        other.batch([other.add_sequence([1])], buffers=buffers)
     with pytest.raises(ValueError, match="max_seqs must be at least 1, got 0"):
         cache.make_buffers(0, 1, 1)
+
+
+def test_buffers_of_another_cache_or_an_open_batch() -> None:
+    cache, other = make_cache(), make_cache()
+    buffers = cache.make_buffers(2, 9, 8)
+    first, second = cache.add_sequence(num_tokens=3), cache.add_sequence(num_tokens=3)
+    with pytest.raises(ValueError, match="the buffers belong to another cache"):
+        other.batch([other.add_sequence([1])], buffers=buffers)
+    batch = cache.batch([first], buffers=buffers)
+    with pytest.raises(ValueError, match="hold a batch that was neither committed nor abandoned"):
+        cache.batch([second], buffers=buffers)
+    assert batch.block_tables[0, 0] == 0
+    cache.abandon(batch)
+    batch = cache.batch([second], buffers=buffers)
+    cache.commit(batch)
+    batch = cache.batch([first], buffers=buffers)
+    del batch  # nobody can end it any more, which ends it
+    cache.commit(cache.batch([first], buffers=buffers))
 
 
 def test_attention_over_reused_buffers() -> None:

@@ -69,15 +69,17 @@ std::vector<int64_t> ints_from_array(const py::array& array, const std::string& 
 std::vector<int64_t> to_ints(const py::object& object, const std::string& name) {
   if (py::isinstance<py::array>(object))
     return ints_from_array(py::reinterpret_borrow<py::array>(object), name);
-  const auto items = py::reinterpret_steal<py::object>(PySequence_Fast(object.ptr(), ""));
+  // A copy: what an element's __index__ does to a list does no harm.
+  const auto items = py::reinterpret_steal<py::object>(PySequence_Tuple(object.ptr()));
   if (!items) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
     PyErr_Clear();
     throw_not_integers(name, Py_TYPE(object.ptr())->tp_name);
   }
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(items.ptr());
+  const Py_ssize_t count = PyTuple_GET_SIZE(items.ptr());
   std::vector<int64_t> values(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* item = PySequence_Fast_GET_ITEM(items.ptr(), i);
+    PyObject* item = PyTuple_GET_ITEM(items.ptr(), i);
     int overflow = 0;
     if (PyLong_CheckExact(item)) {
       values[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
@@ -86,6 +88,7 @@ std::vector<int64_t> to_ints(const py::object& object, const std::string& name) 
     }
     const auto integer = py::reinterpret_steal<py::object>(PyNumber_Index(item));
     if (!integer) {
+      if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw py::error_already_set();
       PyErr_Clear();
       throw_not_integers(name + "[" + std::to_string(i) + "]", Py_TYPE(item)->tp_name);
     }
