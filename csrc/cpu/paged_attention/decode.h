@@ -198,8 +198,7 @@ class Decode {
     }
     int num_passes = 0;
     for (int row = 0; row < group_; row += ROWS) {
-      const int num_vectors = Products::value_vectors(min_of(ROWS, group_ - row));
-      num_passes += static_cast<int>(ceil_div(p_.value_head_dim, num_vectors * WIDTH));
+      num_passes += Products::num_value_passes(min_of(ROWS, group_ - row), p_.value_head_dim);
     }
     typename Products::RowFetch fetch{fetched.value, p_.value_head_dim * int64_t{sizeof(Cache)}, num_passes};
     for (int row = 0; row < group_; row += ROWS) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "common/paging.h"
 #include "cpu/paged_attention/fetch.h"
 
 namespace pagedkv::cpu {
@@ -72,8 +73,15 @@ struct DecodeProducts {
     }
   }
 
-  // Vectors of values that are added up together, for so many rows.
-  static constexpr int value_vectors(int num_rows) { return num_rows <= 2 && WIDTH == 16 ? 8 : 4; }
+  // Vectors of values that are added up together: many for few rows, but for what is left over.
+  static constexpr int FEW_VALUES = 4;
+  static constexpr int many_values(int num_rows) { return num_rows <= 2 && WIDTH == 16 ? 8 : FEW_VALUES; }
+
+  // How often multiply_values goes through the tokens.
+  static int num_value_passes(int num_rows, int64_t num_dims) {
+    const int64_t many = many_values(num_rows) * WIDTH;
+    return static_cast<int>(num_dims / many + ceil_div(num_dims % many, FEW_VALUES * WIDTH));
+  }
 
   // Rows that are fetched evenly over num_passes passes through as many tokens.
   struct RowFetch {
@@ -91,7 +99,7 @@ struct DecodeProducts {
   template <int NUM_ROWS>
   static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight, const float* factor,
                               float* acc, int64_t acc_row_stride, int64_t num_dims) {
-    constexpr int MANY = value_vectors(NUM_ROWS), FEW = 4;
+    constexpr int MANY = many_values(NUM_ROWS), FEW = FEW_VALUES;
     int64_t dim = 0;
     for (; dim + MANY * WIDTH <= num_dims; dim += MANY * WIDTH) {
       value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
