@@ -83,7 +83,8 @@ class Batching:
     ) -> Batch:
         """Open a batch over the next uncomputed tokens of each sequence: take their blocks, all or nothing.
 
-        Blocks that are shared with other sequences and written here are copied first.
+        Blocks that are shared with other sequences and written here are copied first. A batch that is dropped
+        while it is open is abandoned.
 
         Args:
             sequences: distinct sequences of this cache; none of them in an open batch.

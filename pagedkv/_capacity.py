@@ -128,7 +128,7 @@ class Capacity:
         counted, the slack in last blocks is used, and limits are kept.
 
         Args:
-            sequences: distinct sequences of this cache.
+            sequences: distinct sequences of this cache; of one in an open batch, what the next would find.
             counts: `[num_seqs]`.
 
         Raises:

@@ -45,7 +45,7 @@ class PagedKVCache(Batching, Capacity, Observability):
         head_dim: of keys, and of values too unless value_head_dim says otherwise.
         value_head_dim: of values.
         num_blocks: blocks in the pool. Exactly one of num_blocks and memory is given.
-        memory: bytes for all tensors of the cache together, scales included: an int, text ("2GiB", "1.5GB"),
+        memory: bytes for all tensors on the device together, scales included: an int, text ("2GiB", "1.5GB"),
             or a fraction (float) of the device's free memory, container limits included.
         block_size: tokens in a block, any integer of at least 1.
         dtype: of queries, keys and values; float16, bfloat16 or float32. Default: torch's.
