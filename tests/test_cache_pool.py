@@ -84,7 +84,9 @@ def test_dtype_is_torchs_default() -> None:
     [
         ({"dtype": torch.float32}, 65536),
         ({"dtype": torch.bfloat16}, 32768),
+        ({"dtype": torch.float16}, 32768),
         ({"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn}, 16384),
+        ({"dtype": torch.float16, "kv_dtype": torch.float8_e5m2}, 16384),
         ({"dtype": torch.float32, "kv_dtype": torch.int8, "k_scales": 0.5, "v_scales": 0.25}, 16384),
         ({"dtype": torch.float32, "value_head_dim": 32}, 49152),
     ],
