@@ -58,7 +58,7 @@ class Decode {
     num_vectors_ = static_cast<int>(ceil_div(group_, LANE_ROWS));
     key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
-    copies_keys_ = !Math::IS_STORED || p.head_dim % Math::STEP != 0;
+    copies_keys_ = !Math::IS_STORED || p.head_dim % (Products::LINE_DWORDS * PACK) != 0;
     // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
     const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
     heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
@@ -251,7 +251,7 @@ class Decode {
 
   // A key as operands.
   const uint32_t* copy_key(const Cache* key, uint32_t* dwords) const {
-    for (int64_t dim = 0; dim < p_.head_dim; dim += Math::STEP) {
+    for (int64_t dim = 0; dim < key_dwords_ * PACK; dim += Math::STEP) {
       Operand x[Math::OPERANDS];
       Math::load(key + dim, p_.head_dim - dim, x);
       for (int i = 0; i < Math::OPERANDS; ++i) Math::store_dwords(dwords + dim / PACK + i * WIDTH, x[i]);

@@ -22,6 +22,7 @@ struct DecodeProducts {
   static_assert(LANE_ROWS == 1 || LANE_TOKENS == 4);
   // A register tile of scores: accumulators enough to keep the multipliers busy.
   static constexpr int KEY_TOKENS = 8, KEY_VECTORS = WIDTH == 16 ? 2 : 1;
+  static constexpr int LINE_DWORDS = 16;  // of keys and queries: padded to whole cache lines
   // Dwords of weights from a row vector to the next, and from a row to the next in it.
   static constexpr int WEIGHT_VECTOR_STRIDE = TOKENS * LANE_ROWS / PACK;
   static constexpr int WEIGHT_ROW_STRIDE = LANE_ROWS == 1 ? WEIGHT_VECTOR_STRIDE : LANE_TOKENS / PACK;
@@ -34,29 +35,36 @@ struct DecodeProducts {
   };
 
   // score[v][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of rows and
-  // KEY_TOKENS tokens. Fetches as many rows of row_bytes, evenly. Not inlined: in a function of its own, all
-  // operands find a register.
+  // KEY_TOKENS tokens, a cache line of each at a time. Fetches the first fetched_bytes of as many rows,
+  // evenly. Not inlined: in a function of its own, all operands find a register.
   template <int VECTORS>
   [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
-                                         int64_t row_bytes, int num_dwords, const uint32_t* query,
+                                         int64_t fetched_bytes, int num_dwords, const uint32_t* query,
                                          int query_vector_stride, float* score) {
-    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4;
+    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4, NUM_STEPS = LINE_DWORDS / STEP_DWORDS;
+    constexpr int FETCHED = KEY_TOKENS / NUM_STEPS;  // at each step
     Float dot[VECTORS][KEY_TOKENS];
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 8
       for (int t = 0; t < KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
     }
-    const int num_steps = (num_dwords + STEP_DWORDS - 1) / STEP_DWORDS;
-    for (int row = 0, step = 0; row < KEY_TOKENS; ++row) {
-      fetch_to_l2(fetched[row], row_bytes);
-      for (; step < num_steps * (row + 1) / KEY_TOKENS; ++step, query += WIDTH) {
+    for (int line = 0; line < num_dwords; line += LINE_DWORDS) {
+      const int64_t line_bytes = line * int64_t{sizeof(uint32_t)};
+#pragma GCC unroll 4
+      for (int step = 0; step < NUM_STEPS; ++step, query += WIDTH) {
+        if (line_bytes < fetched_bytes) {
+#pragma GCC unroll 8
+          for (int t = step * FETCHED; t < (step + 1) * FETCHED; ++t) {
+            _mm_prefetch(reinterpret_cast<const char*>(fetched[t]) + line_bytes, _MM_HINT_T1);
+          }
+        }
         Operand q[VECTORS];
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; ++v) q[v] = Math::load_dwords(query + v * query_vector_stride);
 #pragma GCC unroll 8
         for (int t = 0; t < KEY_TOKENS; ++t) {
-          const uint32_t* key = keys[t] + step * STEP_DWORDS;
+          const uint32_t* key = keys[t] + line + step * STEP_DWORDS;
           const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
 #pragma GCC unroll 2
           for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
