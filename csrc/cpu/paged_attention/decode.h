@@ -224,8 +224,11 @@ class Decode {
   template <int VECTORS>
   void multiply_keys(const Item& item, const Item& fetched, const uint32_t* query, int vector,
                      float (*score)[TOKENS / 4][WIDTH]) {
-    const auto num_dwords = static_cast<int>(p_.head_dim / PACK);
-    const int64_t row_bytes = p_.head_dim * sizeof(Cache);
+    const auto num_lines = static_cast<int>(ceil_div(p_.head_dim, Products::LINE_DWORDS * PACK));
+    const int64_t row_bytes = vector == 0 ? p_.head_dim * sizeof(Cache) : 0;
+    // Longer keys leave the loop's own instructions enough time: memory binds.
+    const auto key_tile = LANE_ROWS > 1 && num_lines == 2 ? &Products::template key_tile<VECTORS, 2>
+                                                          : &Products::template key_tile<VECTORS, 0>;
     for (int token = 0; token < item.num_padded; token += KEY_TOKENS) {
       const uint32_t* keys[KEY_TOKENS];
       if (vector == 0) fetch_again(item, token);
@@ -233,9 +236,8 @@ class Decode {
         keys[t] = copies_keys_ ? copy_key(item.key[token + t], copied_keys_ + t * key_dwords_)
                                : reinterpret_cast<const uint32_t*>(item.key[token + t]);
       }
-      Products::template key_tile<VECTORS>(keys, fetched.key + token, vector == 0 ? row_bytes : 0, num_dwords,
-                                           query + vector * LANE_ROWS * key_dwords_, LANE_ROWS * key_dwords_,
-                                           score[vector][token / 4]);
+      key_tile(keys, fetched.key + token, row_bytes, num_lines, query + vector * LANE_ROWS * key_dwords_,
+               LANE_ROWS * key_dwords_, score[vector][token / 4]);
     }
   }
 

@@ -35,40 +35,51 @@ struct DecodeProducts {
   };
 
   // score[v][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of rows and
-  // KEY_TOKENS tokens, a cache line of each at a time. Fetches the first fetched_bytes of as many rows,
-  // evenly. Not inlined: in a function of its own, all operands find a register.
-  template <int VECTORS>
+  // KEY_TOKENS tokens. Fetches as many rows of row_bytes, evenly and in the order of memory. NUM_LINES: of a
+  // key, where the compiler may know it and make one run of instructions of all; otherwise 0. Not inlined: in
+  // a function of its own, all operands find a register.
+  template <int VECTORS, int NUM_LINES>
   [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
-                                         int64_t fetched_bytes, int num_dwords, const uint32_t* query,
+                                         int64_t row_bytes, int num_lines, const uint32_t* query,
                                          int query_vector_stride, float* score) {
-    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4, NUM_STEPS = LINE_DWORDS / STEP_DWORDS;
-    constexpr int FETCHED = KEY_TOKENS / NUM_STEPS;  // at each step
+    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4, LINE_STEPS = LINE_DWORDS / STEP_DWORDS;
     Float dot[VECTORS][KEY_TOKENS];
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 8
       for (int t = 0; t < KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
     }
-    for (int line = 0; line < num_dwords; line += LINE_DWORDS) {
-      const int64_t line_bytes = line * int64_t{sizeof(uint32_t)};
-#pragma GCC unroll 4
-      for (int step = 0; step < NUM_STEPS; ++step, query += WIDTH) {
-        if (line_bytes < fetched_bytes) {
-#pragma GCC unroll 8
-          for (int t = step * FETCHED; t < (step + 1) * FETCHED; ++t) {
-            _mm_prefetch(reinterpret_cast<const char*>(fetched[t]) + line_bytes, _MM_HINT_T1);
-          }
-        }
-        Operand q[VECTORS];
+    const auto multiply = [&](int step) __attribute__((always_inline)) {
+      Operand q[VECTORS];
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) q[v] = Math::load_dwords(query + v * query_vector_stride);
+      for (int v = 0; v < VECTORS; ++v)
+        q[v] = Math::load_dwords(query + v * query_vector_stride + step * WIDTH);
 #pragma GCC unroll 8
-        for (int t = 0; t < KEY_TOKENS; ++t) {
-          const uint32_t* key = keys[t] + line + step * STEP_DWORDS;
-          const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
+      for (int t = 0; t < KEY_TOKENS; ++t) {
+        const uint32_t* key = keys[t] + step * STEP_DWORDS;
+        const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
 #pragma GCC unroll 2
-          for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
+        for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
+      }
+    };
+    if constexpr (NUM_LINES > 0) {
+      constexpr int NUM_STEPS = NUM_LINES * LINE_STEPS;
+      constexpr int ROW_LINES = max_of(1, NUM_LINES * PACK * int{sizeof(Cache)} / int{sizeof(uint32_t)});
+#pragma GCC unroll 16
+      for (int step = 0; step < NUM_STEPS; ++step) {
+        const int end = (step + 1) * KEY_TOKENS * ROW_LINES / NUM_STEPS;
+#pragma GCC unroll 8
+        for (int i = step * KEY_TOKENS * ROW_LINES / NUM_STEPS; i < end && row_bytes > 0; ++i) {
+          const char* row = reinterpret_cast<const char*>(fetched[i / ROW_LINES]);
+          _mm_prefetch(row + i % ROW_LINES * 64, _MM_HINT_T1);
         }
+        multiply(step);
+      }
+    } else {
+      const int num_steps = num_lines * LINE_STEPS;
+      for (int row = 0, step = 0; row < KEY_TOKENS; ++row) {
+        fetch_to_l2(fetched[row], row_bytes);
+        for (; step < num_steps * (row + 1) / KEY_TOKENS; ++step) multiply(step);
       }
     }
 #pragma GCC unroll 2
