@@ -69,6 +69,8 @@ def pagedkv_system(mode: str, path: Path, workload: str, dtype: str) -> Run:
     cache = make_cache(
         model, num_blocks=KV_TOKENS // block_size, block_size=block_size, prefix_caching=mode == "pagedkv"
     )
+    for pool in (*cache.key_caches, *cache.value_caches):
+        pool.zero_()  # the system hands the memory out now, as it does when vLLM starts
     runner = RaggedLlama(model, cache, max_positions=MAX_LEN)
     group_size = NUM_SLOTS if mode == "traditional" else None
 

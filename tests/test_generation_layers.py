@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pagedkv.generation.layers import rms_norm, silu_and_mul
+from pagedkv.generation.sampling import greedy_tokens
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 31, 64, 576, 1000]
@@ -57,3 +58,18 @@ def test_errors() -> None:
         silu_and_mul(torch.ones(2, 7))
     with pytest.raises(TypeError, match="x"):
         rms_norm(torch.ones(2, 8, dtype=torch.float64), torch.ones(8, dtype=torch.float64), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [100, 512, 1024])
+@pytest.mark.parametrize("highest", [-1.0, 0.0, 3.0])
+def test_greedy_tokens_are_the_first_of_the_largest(
+    dtype: torch.dtype, vocab_size: int, highest: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = (highest - 0.5 - torch.rand(5, vocab_size, generator=generator)).to(dtype)
+    logits[1:, 70] = logits[1:, 90] = highest
+    logits[2, 60] = -0.0 if highest == 0 else highest
+    expected = [row.tolist().index(row.max().item()) for row in logits]
+    assert greedy_tokens(logits) == expected
+    assert expected[1:] == [70, 60, 70, 70]

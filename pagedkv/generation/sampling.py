@@ -14,13 +14,17 @@ _PIECE = 256  # of a row of logits
 def greedy_tokens(logits: Tensor) -> list[int]:
     """The likeliest token of each row of `[num_rows, vocab_size]`; of equal ones the first.
 
-    torch finds largest values faster than their places, so first the piece of a row is found. And in bfloat16
-    max is several times faster than argmax.
+    torch finds largest values faster than their places, so first the piece of a row is found. And numbers of
+    16 bits above zero have the order of their bits, in which torch finds the largest many times faster.
     """
     num_rows, vocab_size = logits.shape
     if vocab_size % _PIECE != 0 or num_rows == 0:
         return _places(logits).tolist()
     pieces = logits.reshape(num_rows, -1, _PIECE)
+    if logits.dtype.itemsize == 2:
+        bits = pieces.view(torch.int16)
+        if bool((bits.amax(-1).amax(-1) > 0).all()):
+            pieces = bits
     piece_idxs = _places(pieces.amax(-1))
     token_idxs = _places(pieces[torch.arange(num_rows, device=logits.device), piece_idxs])
     tokens: list[int] = (piece_idxs * _PIECE + token_idxs).tolist()
