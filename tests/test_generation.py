@@ -69,9 +69,10 @@ def test_forced_preemption_changes_nothing(family: str, prefix_caching: bool, nu
     assert_nothing_is_held(generator)
 
 
-def test_with_full_reserve_nothing_is_preempted() -> None:
-    generator = make_generator(num_blocks=24, reserve=1.0)
-    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=NUM_TOKENS)) == expected()
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_with_full_reserve_nothing_is_preempted(family: str) -> None:
+    generator = make_generator(family, num_blocks=24, reserve=1.0)
+    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=NUM_TOKENS)) == expected(family)
     assert generator.stats.num_preemptions == 0
     assert generator.stats.peak_running > 1
 
