@@ -269,8 +269,10 @@ def expected_growth(
     """
     rows: list[tuple[int, int, int, int]] = []  # tokens computed, known, to come, and those that others have
     for branch in running:
-        num_known = len(branch.token_ids)
-        rows.append((branch.num_computed, num_known, branch.num_to_come(reserve), branch.num_shared))
+        num_known, num_computed = len(branch.token_ids), branch.num_computed
+        if num_computed == branch.num_shared:  # it has just forked: its next token goes into a copy
+            num_computed = num_computed // block_size * block_size
+        rows.append((num_computed, num_known, branch.num_to_come(reserve), branch.num_shared))
     num_known = len(candidate.token_ids)
     rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known))
     num_owners = len(rows)
