@@ -47,15 +47,16 @@ def test_tokens_equal_eager(family: str, budget: int) -> None:
 
 @pytest.mark.parametrize("num_host_blocks", [0, 12, 200])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
 def test_forced_preemption_changes_nothing(family: str, prefix_caching: bool, num_host_blocks: int) -> None:
-    """A pool of a tenth of what all requests take together."""
+    """A pool of a tenth of what all requests take together, or less."""
     prompts = PROMPTS + random_prompts((18, 7, 25, 12, 30, 5, 22, 16), seed=6)
     num_needed = sum(-(-(len(prompt) + NUM_TOKENS) // 4) for prompt in prompts)
-    assert num_needed // 10 >= -(-(max(map(len, prompts)) + NUM_TOKENS) // 4), "the longest must fit alone"
+    # Windows give blocks back; two kinds of layers have blocks of their own.
+    num_blocks = {"llama": num_needed // 10, "mistral": num_needed // 20}.get(family, num_needed // 8)
     generator = make_generator(
         family,
-        num_blocks=num_needed // 10,
+        num_blocks=num_blocks,
         prefix_caching=prefix_caching,
         num_host_blocks=num_host_blocks,
         reserve=0.0,
@@ -63,15 +64,15 @@ def test_forced_preemption_changes_nothing(family: str, prefix_caching: bool, nu
     )
     requests = generator.generate(prompts, max_new_tokens=NUM_TOKENS)
     assert tokens_of(requests) == [expected_tokens(family, tuple(prompt), NUM_TOKENS) for prompt in prompts]
-    if family == "llama":  # windows give back so much that mistral fits
-        assert generator.stats.num_preemptions > 0
-        assert (generator.stats.num_swaps > 0) == (num_host_blocks > 0)
+    assert generator.stats.num_preemptions > 0
+    assert (generator.stats.num_swaps > 0) == (num_host_blocks > 0)
     assert_nothing_is_held(generator)
 
 
-def test_with_full_reserve_nothing_is_preempted() -> None:
-    generator = make_generator(num_blocks=24, reserve=1.0)
-    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=NUM_TOKENS)) == expected()
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_with_full_reserve_nothing_is_preempted(family: str) -> None:
+    generator = make_generator(family, num_blocks=24, reserve=1.0)
+    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=NUM_TOKENS)) == expected(family)
     assert generator.stats.num_preemptions == 0
     assert generator.stats.peak_running > 1
 

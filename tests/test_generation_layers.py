@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from generation_helpers import packed_model
 from torch import Tensor
 from torch.nn import functional
 
@@ -49,6 +50,23 @@ def test_silu_far_from_zero() -> None:
     assert (out[1:4].abs() < 1e-30).all()
     assert torch.equal(out[4:8], gate[4:8])
     assert out[8].isnan()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("gemma2", torch.bfloat16)])
+def test_activations_of_whole_models_do_not_depend_on_threads(family: str, dtype: torch.dtype) -> None:
+    """Those of torch do: SiLU in float32, GELU in bfloat16 too."""
+    activation = packed_model(family, 64).model.model.layers[0].mlp.act_fn
+    x = 4 * torch.randn(1, 3000, 192, generator=torch.Generator().manual_seed(0)).to(dtype)
+    num_threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = activation(x)
+        for threads in (3, 5, 7):
+            torch.set_num_threads(threads)
+            for num_rows in (8, 100, 171, 900, 2003, 3000):
+                assert torch.equal(activation(x[:, :num_rows]), expected[:, :num_rows]), (threads, num_rows)
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def test_errors() -> None:

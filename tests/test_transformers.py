@@ -21,7 +21,7 @@ from small_models import (
     prompts,
 )
 
-from pagedkv.integrations.transformers import paged_attention_forward
+from pagedkv.integrations.transformers import PagedCache, paged_attention_forward
 
 NO_TOKEN = 500  # outside of the vocabulary; some versions of transformers need a number
 
@@ -59,8 +59,9 @@ def test_half_precision_logits_are_close(family: str, dtype: torch.dtype) -> Non
     assert (paged - expected).abs().max() <= 2 * (eager - expected).abs().max()
 
 
-def test_sampled_tokens_equal_eager() -> None:
-    model = make_model("llama")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_tokens_equal_eager(family: str) -> None:
+    model = make_model(family)
     torch.manual_seed(3)
     expected = generate(model, "eager", **prompts(), do_sample=True, num_return_sequences=2)
     torch.manual_seed(3)
@@ -179,7 +180,7 @@ def test_multi_turn_continuation_after_rows_that_ended() -> None:
     assert [sequence.num_computed_tokens for sequence in cache.sequences] == num_tokens
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_prefill(family: str) -> None:
     model = make_model(family)
     expected = generate(model, "eager", **prompts())
@@ -188,7 +189,7 @@ def test_chunked_prefill(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_beam_search_shares_blocks(family: str) -> None:
     model, cache = make_model(family), make_cache(make_model(family))
     options = {"num_beams": 4, "num_return_sequences": 4}
@@ -199,14 +200,30 @@ def test_beam_search_shares_blocks(family: str) -> None:
     assert cache.stats().num_used < apart
 
 
-def test_prompt_lookup_decoding_crops() -> None:
-    model = make_model("gemma2")
+def record_crops(cache: PagedCache) -> list[int]:
+    """What `crop` will have been called with."""
+    crops: list[int] = []
+    crop = cache.crop
+
+    def recorded(num_tokens: int) -> None:
+        crops.append(num_tokens)
+        crop(num_tokens)
+
+    cache.crop = recorded
+    return crops
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_lookup_decoding_crops(family: str) -> None:
+    model = make_model(family)
     inputs = prompts((4,))
     inputs = {name: tensor.repeat(1, 5) for name, tensor in inputs.items()}
     expected = generate(model, "eager", **inputs)
     cache = make_cache(model)
+    crops = record_crops(cache)
     options = {"prompt_lookup_num_tokens": 3, "eos_token_id": NO_TOKEN}
     assert torch.equal(generate(model, "pagedkv", cache, **inputs, **options), expected)
+    assert len(set(crops)) > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -223,19 +240,12 @@ def test_assisted_decoding_crops_every_step(family: str) -> None:
             parameter.add_(torch.randn_like(parameter), alpha=0.01)
     inputs = prompts((9,))
     expected = generate(model, "eager", **inputs)
-    cache, num_crops = make_cache(model), 0
-    crop = cache.crop
-
-    def counted(num_tokens: int) -> None:
-        nonlocal num_crops
-        num_crops += 1
-        crop(num_tokens)
-
-    cache.crop = counted
+    cache = make_cache(model)
+    crops = record_crops(cache)
     options = {"assistant_model": assistant, "eos_token_id": NO_TOKEN}
     assert torch.equal(generate(model, "pagedkv", cache, **inputs, **options), expected)
-    assert num_crops > 1, "the assistant was always right"
-    assert num_crops < 24 or (has_window and not HAS_KEYWORD_DICT), "the assistant was never right"
+    assert len(crops) > 1, "the assistant was always right"
+    assert len(crops) < 24 or (has_window and not HAS_KEYWORD_DICT), "the assistant was never right"
 
 
 def test_crop() -> None:

@@ -213,7 +213,8 @@ class Scheduler:
                 return False
             branch.sequence.swap_in()
             return True
-        num_spare = expected_growth(self.running, branch, cache.block_size, self._reserve)
+        windows = cache._groups.windows
+        num_spare = expected_growth(self.running, branch, cache.block_size, self._reserve, windows)
         if not cache.can_allocate(branch.token_ids, num_spare_blocks=num_spare) and self.running:
             return False
         branch.sequence = cache.add_sequence(branch.token_ids)
@@ -246,7 +247,13 @@ class Scheduler:
         branch.sequence, branch.num_computed, branch.num_shared = None, 0, 0
 
 
-def expected_growth(running: Iterable[Branch], candidate: Branch, block_size: int, reserve: float) -> int:
+def expected_growth(
+    running: Iterable[Branch],
+    candidate: Branch,
+    block_size: int,
+    reserve: float,
+    windows: Iterable[int] = (0,),
+) -> int:
     """How many blocks more than now the branches will hold together, at the worst moment.
 
     All grow at the same pace: t steps from now, those that have not ended hold t tokens more than they know
@@ -258,13 +265,17 @@ def expected_growth(running: Iterable[Branch], candidate: Branch, block_size: in
         candidate: one more, which is taken to hold blocks for all tokens that it knows.
         block_size: of the cache.
         reserve: share of the tokens still allowed that is expected to come.
+        windows: of each group of layers, 0 where it sees all tokens.
     """
     rows: list[tuple[int, int, int, int]] = []  # tokens computed, known, to come, and those that others have
     for branch in running:
-        num_known = len(branch.token_ids)
-        rows.append((branch.num_computed, num_known, branch.num_to_come(reserve), branch.num_shared))
+        num_known, num_computed = len(branch.token_ids), branch.num_computed
+        if num_computed == branch.num_shared:  # it has just forked: its next token goes into a copy
+            num_computed = num_computed // block_size * block_size
+        rows.append((num_computed, num_known, branch.num_to_come(reserve), branch.num_shared))
     num_known = len(candidate.token_ids)
     rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known))
+    num_owners = len(rows)
     for branch in [*running, candidate]:
         if branch.is_root:  # each further completion shares the prompt's full blocks, and copies the last one
             num_known, num_full = len(branch.token_ids), len(branch.token_ids) // block_size * block_size
@@ -273,4 +284,16 @@ def expected_growth(running: Iterable[Branch], candidate: Branch, block_size: in
     computed, known, to_come, shared = np.array(rows).T
     moments = np.unique(to_come)[:, None]
     tokens = np.where(to_come >= moments, known + moments, shared)
-    return int((-(-tokens // block_size) - -(-computed // block_size)).sum(1).max())
+    full = -(-tokens // block_size) - -(-computed // block_size)
+    growth = np.zeros_like(full)
+    for window in windows:
+        if window == 0:
+            growth += full
+            continue
+        num_passed = np.maximum(computed - window + 1, 0) // block_size
+        held = -(-computed // block_size) - num_passed
+        # A window lies in so many blocks, at most. One with a prompt ahead may need them all at once.
+        most = np.maximum(-(-(window - 1) // block_size) + 1, -(-known // block_size) - num_passed)
+        own = np.where(np.arange(len(rows)) < num_owners, held, 0)  # forks hold what they share
+        growth += np.clip(full, -held, most - own)
+    return int(growth.sum(1).max())

@@ -19,6 +19,7 @@ from pagedkv.integrations.transformers import check_keywords, layer_windows
 
 try:
     from transformers import AttentionInterface, PreTrainedModel
+    from transformers.activations import ACT2CLS
 except ImportError as error:  # pragma: no cover - the import above has said so already
     raise ImportError("pagedkv.integrations.ragged needs transformers") from error
 
@@ -26,6 +27,9 @@ __all__ = ["RaggedModel", "make_cache", "ragged_attention_forward"]
 
 IMPLEMENTATION = "pagedkv_ragged"
 _KEYWORD = "pagedkv_ragged_batch"
+_ACTIVATIONS: Any = tuple(entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values())
+# Larger tensors torch shares out to threads (those of GELU; of other functions larger ones still).
+_MAX_SERIAL_ELEMENTS = 16384
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,8 @@ class RaggedModel:
         self.model.eval()  # type: ignore[no-untyped-call]
         if pack:
             pack_linears(self.model, reproducible=split_size is not None)
+        if split_size is not None and cache.device.type == "cpu":
+            _steady_activations(self.model)
         self.model.set_attn_implementation(IMPLEMENTATION)
         self.cache = cache
         self.split_size = split_size
@@ -122,6 +128,31 @@ class RaggedModel:
         )
         logits: Tensor = output.logits[0]
         return logits
+
+
+class _SteadyActivation(nn.Module):
+    """An activation function whose results have the same bits in every batch, with any number of threads.
+
+    torch rounds the last few elements of each thread's share in another way than those before them.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self._activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() <= _MAX_SERIAL_ELEMENTS:
+            return self._activation(x)  # type: ignore[no-any-return]
+        pieces = torch.split(x.flatten(), _MAX_SERIAL_ELEMENTS)
+        return torch.cat([self._activation(piece) for piece in pieces]).view(x.shape)
+
+
+def _steady_activations(module: nn.Module) -> None:
+    """Wrap every activation function in the module."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _ACTIVATIONS):
+                setattr(parent, name, _SteadyActivation(child))
 
 
 def ragged_attention_forward(
