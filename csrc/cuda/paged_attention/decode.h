@@ -190,13 +190,24 @@ class DecodeCta {
     cp_async_commit();
   }
 
-  // score = K Q^T for the warp's 16 keys, 32 dimensions at a time.
+  // score = K Q^T for the warp's 16 keys.
   template <bool IS_INT8>
   PAGEDKV_DEVICE void multiply_keys(int keys_at, float (&score)[NT][4]) {
+    // With few rows even and odd steps are summed apart, since a product waits for the one before it. Not
+    // with split_size, where a row's sums have the same order among many rows.
+    if (NT == 1 && p_.split_size == 0) {
+      sum_products<IS_INT8, true>(keys_at, score);
+    } else {
+      sum_products<IS_INT8, false>(keys_at, score);
+    }
+  }
+
+  // 32 dimensions at a time.
+  template <bool IS_INT8, bool IS_APART>
+  PAGEDKV_DEVICE void sum_products(int keys_at, float (&score)[NT][4]) {
     const int head_dim = static_cast<int>(p_.head_dim);
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, lane_ % 16, lane_ / 16);
     const SwizzledRow<D * 2> query(Tile::QUERY_AT, lane_ % 8, lane_ / 8);
-    // Even and odd steps are summed apart: a product waits for the one before it, and there are few rows.
     float odd[NT][4];
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] = odd[nt][e] = 0.0f;
@@ -222,10 +233,10 @@ class DecodeCta {
         uint32_t b[4];
         ldmatrix_x4(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
         mma_m16n8k16<Element>(score[nt], a[0], {b[0], b[1]});
-        mma_m16n8k16<Element>(NT == 1 ? odd[nt] : score[nt], a[1], {b[2], b[3]});
+        mma_m16n8k16<Element>(IS_APART ? odd[nt] : score[nt], a[1], {b[2], b[3]});
       }
     }
-    for (int nt = 0; NT == 1 && nt < NT; ++nt) {
+    for (int nt = 0; IS_APART && nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] += odd[nt][e];
     }
   }
