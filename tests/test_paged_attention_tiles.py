@@ -326,3 +326,12 @@ def test_decode_and_prefill_rows_of_long_heads(
         )
         assert_same_bits(decode, out[row : row + 1], f"row {row}")
         assert_same_bits(decode_lse, lse[row : row + 1], f"lse of row {row}")
+
+
+@pytest.mark.parametrize("softcap", [20.0, 1e3, 1e6, 1e30])
+@pytest.mark.parametrize("query_lens", [None, [40]], ids=["decode", "prefill"])
+def test_large_softcap_changes_little(backend: Backend, query_lens: list[int] | None, softcap: float) -> None:
+    case = build_case(
+        [90], query_lens, device=backend.device, head_dim=64, block_size=16, dtype=torch.float16
+    )
+    check_attention(backend, case, softcap=softcap)
