@@ -18,15 +18,11 @@ cudaError_t paged_attention_bfloat16(const AttentionLaunch& args, cudaStream_t s
 cudaError_t paged_attention_float32(const AttentionLaunch& args, cudaStream_t stream);
 
 cudaError_t paged_attention(const PagedAttentionParams& p, cudaStream_t stream) {
-  int device = 0, num_sms = 0, capability = 0;
+  int device = 0, num_sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
-  }
   if (error != cudaSuccess) return error;
   AttentionLaunch args = make_launch(p, num_sms);
-  args.combine_starts_early = capability >= 9;
   if (is_combined(args)) {
     const int64_t num_rows = p.num_kv_heads * args.num_states * args.state_rows;
     float* scratch =

@@ -40,7 +40,6 @@ struct AttentionLaunch {
   int block_size_log2;          // -1 where block_size is no power of two
   int state_rows;               // rows that a piece can have
   bool cache_rows_are_aligned;  // cache rows can be copied in 16-byte pieces
-  bool combine_starts_early;    // before the kernel in front of it has ended
   bool query_rows_are_aligned;  // rows of query and out can be moved four elements at a time
 
   PAGEDKV_HD int tile_rows() const { return 1 << tile_rows_log2; }
