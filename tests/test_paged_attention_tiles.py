@@ -335,3 +335,20 @@ def test_large_softcap_changes_little(backend: Backend, query_lens: list[int] | 
         [90], query_lens, device=backend.device, head_dim=64, block_size=16, dtype=torch.float16
     )
     check_attention(backend, case, softcap=softcap)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS[:2], ids=dtype_name)
+def test_rows_before_kv_starts(backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Rows 0 to 71 see nothing; what keys before 102 hold must not reach row 72, which shares their tile."""
+    case = build_case(
+        [230],
+        [200],
+        device=backend.device,
+        num_heads=2,
+        block_size=16,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        kv_starts=[102],
+    )
+    check_attention(backend, case)
+    check_attention(backend, case, split_size=64)
