@@ -11,10 +11,8 @@
 // dimensions) g and g + 8.
 #pragma once
 
+#include "cuda/paged_attention/cta.h"
 #include "cuda/paged_attention/decode_state.h"
-#include "cuda/paged_attention/pages.h"
-#include "cuda/paged_attention/scores.h"
-#include "cuda/paged_attention/widen.h"
 
 namespace pagedkv::cuda {
 
@@ -56,7 +54,7 @@ struct DecodeTile {
 };
 
 template <class Query, int CACHE_BYTES, int D, int NT>
-class DecodeCta {
+class DecodeCta : AttentionCta {
   using Element = Operand<Query, CACHE_BYTES>;
   using Tile = DecodeTile<CACHE_BYTES, D, NT>;
   static constexpr int K_STEPS = D / 16;
@@ -64,16 +62,7 @@ class DecodeCta {
 
  public:
   PAGEDKV_DEVICE DecodeCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
-      : launch_(launch),
-        p_(launch.p),
-        shared_(shared),
-        chunk_(chunk),
-        pages_(launch, chunk),
-        rule_(launch.p, chunk.piece.kv_head_idx),
-        widener_(launch.p.cache_dtype) {
-    warp_ = threadIdx.x / WARP_THREADS;
-    lane_ = threadIdx.x % WARP_THREADS;
-  }
+      : AttentionCta(launch, shared, chunk) {}
 
   PAGEDKV_DEVICE void run() {
     load_rows();
@@ -321,14 +310,6 @@ class DecodeCta {
     }
   }
 
-  const AttentionLaunch& launch_;
-  const PagedAttentionParams& p_;
-  unsigned char* shared_;
-  const Chunk& chunk_;
-  PageCursor pages_;
-  ScoreRule rule_;
-  Widener widener_;
-  int warp_, lane_;
   KeyRange sure_;       // every row sees these keys
   float scale_[NT][2];  // of the products of rows 2q and 2q + 1
   int tree_begin_;      // from this key on a row may see one and not the one before

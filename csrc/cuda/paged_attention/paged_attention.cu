@@ -5,9 +5,10 @@
 //   host_plan.h, plan.h, schedule.h   how the work is cut: on the host, and by each CTA
 //   decode.h, decode_state.h          the kernel for 16-bit queries and few rows a sequence
 //   prefill.h                         the kernel for 16-bit queries and many rows
-//   row_tile.h, pages.h, scores.h, widen.h   what the two share: queries and results, pages, masks, 8-bit
-//   caches combine.h, state.h                what follows where several CTAs share a row's keys float32.h the
-//   kernel for float32 queries
+//   cta.h, row_tile.h, pages.h,
+//   scores.h, widen.h                 what the two share: queries and results, pages, masks, 8-bit caches
+//   combine.h, state.h                what follows where several CTAs share a row's keys
+//   float32.h                         the kernel for float32 queries
 #include "cuda/paged_attention/host_plan.h"
 #include "ops.h"
 
