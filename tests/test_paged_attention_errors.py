@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,52 @@ def test_negative_context_len(backend: Backend) -> None:
     arguments = {**valid_call(backend), "context_lens": backend.tensor([9, -1])}
     with backend.index_checks(), pytest.raises((IndexError, ValueError), match=r"(?s)context_lens\[1\].*-1"):
         call(backend, arguments)
+
+
+@pytest.mark.parametrize(
+    "starts", [[0, 3, 9], [0, -1, 5], [-2, 3, 5], [0, 4, 2], [0, 3, -4], [0, 3, 2**31 - 1]]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_query_start_loc_leads_to_no_row_outside(
+    backend: Backend, dtype: torch.dtype, starts: list[int]
+) -> None:
+    if backend.checks_indices:
+        pytest.skip("it is an error")
+    arguments = {**valid_call(backend, dtype=dtype), "query_start_loc": backend.tensor(starts)}
+    memory = torch.full((25, 4, 16), 7.0, dtype=dtype, device=backend.device)
+    call(backend, {**arguments, "out": memory[10:15]})
+    assert (memory[:10] == 7).all()
+    assert (memory[15:] == 7).all()
+
+
+@pytest.mark.parametrize("split_size", [None, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_keys_past_the_table_are_not_visible(
+    backend: Backend, dtype: torch.dtype, split_size: int | None
+) -> None:
+    if backend.checks_indices:
+        pytest.skip("they are an error")
+    case = build_case([144, 40], device=backend.device, dtype=dtype, block_size=16, extra_table_entries=0)
+    expected = case.run(backend, split_size=split_size, return_lse=True)
+    for context_len in (145, 300, 2**31 - 1):
+        longer = dataclasses.replace(case, context_lens=backend.tensor([context_len, 40]))
+        results = longer.run(backend, split_size=split_size, return_lse=True)
+        for result, as_expected in zip(results, expected, strict=True):
+            assert_same_bits(result, as_expected, f"{context_len} tokens")
+
+
+@pytest.mark.parametrize("split_size", [None, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_kv_starts_behind_the_end(backend: Backend, dtype: torch.dtype, split_size: int | None) -> None:
+    case = build_case([144, 40], device=backend.device, dtype=dtype, block_size=16)
+    options: dict[str, Any] = {"split_size": split_size, "return_lse": True}
+    expected = case.run(backend, **options)
+    for kv_start in (144, 145, 10_000, 2**31 - 1):
+        out, lse = case.run(backend, kv_starts=backend.tensor([kv_start, 0]), **options)
+        assert (out[0] == 0).all(), kv_start
+        assert (lse[0] == -torch.inf).all(), kv_start
+        assert_same_bits(out[1], expected[0][1])
+        assert_same_bits(lse[1], expected[1][1])
 
 
 # ---------------------------------------------------------------------------------- devices and grad

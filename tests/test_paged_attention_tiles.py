@@ -295,3 +295,60 @@ def test_key_that_a_tree_hides_from_every_row(
         results.append(case.run(backend, split_size=64 if query_len == 3 else None))
     assert results[1].isfinite().all()
     assert_same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.int8], ids=dtype_name)
+def test_decode_and_prefill_rows_of_long_heads(
+    backend: Backend, cache_dtype: torch.dtype, head_dim: int
+) -> None:
+    """The longer the heads, the more orders in which products could be summed."""
+    query_len, context_len = 20, 130
+    case = build_case(
+        [context_len],
+        [query_len],
+        device=backend.device,
+        num_heads=8,
+        head_dim=head_dim,
+        block_size=16,
+        dtype=torch.float16,
+        cache_dtype=cache_dtype,
+    )
+    out, lse = case.run(backend, split_size=64, return_lse=True)
+    for row in range(query_len):
+        decode, decode_lse = backend.ops.paged_attention(
+            case.query[row : row + 1],
+            *case.arguments[1:4],
+            backend.tensor([context_len - query_len + row + 1]),
+            split_size=64,
+            return_lse=True,
+            **case.options,
+        )
+        assert_same_bits(decode, out[row : row + 1], f"row {row}")
+        assert_same_bits(decode_lse, lse[row : row + 1], f"lse of row {row}")
+
+
+@pytest.mark.parametrize("softcap", [20.0, 1e3, 1e6, 1e30])
+@pytest.mark.parametrize("query_lens", [None, [40]], ids=["decode", "prefill"])
+def test_large_softcap_changes_little(backend: Backend, query_lens: list[int] | None, softcap: float) -> None:
+    case = build_case(
+        [90], query_lens, device=backend.device, head_dim=64, block_size=16, dtype=torch.float16
+    )
+    check_attention(backend, case, softcap=softcap)
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), PAIRS[:2], ids=dtype_name)
+def test_rows_before_kv_starts(backend: Backend, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """Rows 0 to 71 see nothing; what keys before 102 hold must not reach row 72, which shares their tile."""
+    case = build_case(
+        [230],
+        [200],
+        device=backend.device,
+        num_heads=2,
+        block_size=16,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        kv_starts=[102],
+    )
+    check_attention(backend, case)
+    check_attention(backend, case, split_size=64)

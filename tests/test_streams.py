@@ -89,6 +89,20 @@ def test_pinned_staging_buffer_reuse(backend: Backend) -> None:
     assert (outs[1] == 2.0).all()
 
 
+def test_swap_between_two_devices(backend: Backend) -> None:
+    if backend.name != "cuda" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for first, second in (("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")):
+        source, destination = make_cache(1.0, first), make_cache(0.0, second)
+        for device in (first, second):
+            torch.cuda.synchronize(device)
+        with torch.cuda.device(second):
+            keep_the_device_busy(backend)
+            destination.fill_(5.0)  # before the copy, though the source's stream is idle
+        backend.ops.swap_blocks(source, destination, [(0, 1)])
+        assert (destination[1].clone() == 1.0).all()  # after the copy
+
+
 @pytest.mark.parametrize("split_size", [None, 64])
 def test_graph_baked_host_scalars(backend: Backend, split_size: int | None) -> None:
     # Lengths and tables change in place behind the same call; on CUDA the call is a captured graph.

@@ -187,7 +187,9 @@ void inference_only(const c10::OperatorHandle& op, c10::DispatchKeySet keys, tor
 
 #if defined(PAGEDKV_EMULATED) || defined(PAGEDKV_WITH_CUDA)
 void check_cuda(const char* op, cudaError_t error) {
-  TORCH_CHECK(error == cudaSuccess, "pagedkv::", op, " failed on the device: ", cudaGetErrorString(error),
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // forgotten, or torch would raise it once more after its next kernel
+  TORCH_CHECK(false, "pagedkv::", op, " failed on the device: ", cudaGetErrorString(error),
               " (`python -m pagedkv` shows the architectures that were built; pagedkv.set_debug(True) checks "
               "indices)");
 }

@@ -127,10 +127,28 @@ void run(const char* op, at::Device device, void (*cpu)(const Params&),
 #define PAGEDKV_RUN(op, device, params) \
   ::pagedkv::bindings::run(#op, device, &::pagedkv::cpu::op, &::pagedkv::cuda::op, params)
 
+// What the current stream of `waiting` does next comes after what that of `other` has been given.
+inline void let_stream_wait(at::Device waiting, at::Device other) {
+  if (!waiting.is_cuda() || !other.is_cuda() || waiting == other) return;
+  const c10::cuda::CUDAGuard guard(other);
+  cudaEvent_t event = nullptr;
+  check_cuda("swap_blocks", cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  cudaError_t error = cudaEventRecord(event, c10::cuda::getCurrentCUDAStream(other.index()));
+  if (error == cudaSuccess) {
+    error = cudaStreamWaitEvent(c10::cuda::getCurrentCUDAStream(waiting.index()), event, 0);
+  }
+  cudaEventDestroy(event);  // once it has happened
+  check_cuda("swap_blocks", error);
+}
+
 #else
 
 #define PAGEDKV_RUN(op, device, params) (static_cast<void>(device), ::pagedkv::cpu::op(params))
 
+#endif
+
+#if !defined(PAGEDKV_WITH_CUDA)
+inline void let_stream_wait(at::Device /*waiting*/, at::Device /*other*/) {}
 #endif
 
 #if defined(PAGEDKV_WITH_CUDA)

@@ -93,8 +93,8 @@ void store_vector(void* destination, Vector value, emulator::Place place = emula
 
 // Starts `kernel`, a __global__ function of one parameter struct, on `grid` CTAs of `cta` threads with
 // `shared_bytes` of dynamic shared memory, and returns the error of the launch itself. A grid without CTAs is
-// an error, as it is in CUDA. With `early`, which compute capability 9.0 knows, it may start before the
-// kernel in front of it has ended, whose results it must wait for (primitives.h, wait_for_kernel_before).
+// an error, as it is in CUDA. With `early` it may start before the kernel in front of it has ended, whose
+// results it must wait for (primitives.h, wait_for_kernel_before), where it was compiled for 9.0 or later.
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cta, size_t shared_bytes, cudaStream_t stream,
                    const std::type_identity_t<Params>& params, bool early = false) {
@@ -108,6 +108,12 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 cta, size_t shared_by
     if (cudaFuncSetAttribute(kernel, attribute, static_cast<int>(shared_bytes)) != cudaSuccess) {
       return cudaGetLastError();
     }
+  }
+  if (early) {
+    // What was compiled for less does not wait, also where its PTX has become code for a later device.
+    cudaFuncAttributes compiled{};
+    if (cudaFuncGetAttributes(&compiled, kernel) != cudaSuccess) return cudaGetLastError();
+    early = compiled.ptxVersion >= 90;
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;

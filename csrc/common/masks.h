@@ -41,6 +41,10 @@ PAGEDKV_HD RowMask row_mask(const PagedAttentionParams& p, int64_t seq_idx, int6
     begin = max_of(begin, position - p.window + 1);
     if (!p.causal) end = min_of(end, position + p.window);
   }
+  // Neither a context longer than its table nor a kv_starts far behind its end leads anywhere else.
+  const int64_t keys_end = min_of(context_len, p.max_blocks_per_seq * p.block_size);
+  end = min_of(end, keys_end);
+  begin = min_of(begin, keys_end);
   RowMask mask;
   mask.begin = static_cast<int32_t>(begin);
   mask.end = static_cast<int32_t>(end);

@@ -3,7 +3,7 @@
 // Work: one CTA per (pair, cache); its threads run over the block in the widest pieces that all rows allow.
 // The pointers of all layers and the pairs travel in the kernel's parameters: nothing is uploaded, nothing
 // synchronises, and a captured graph replays. Pairs whose source another pair writes go through staging, by
-// one more launch before the others. Bytes: each block is read and written once, staged ones twice.
+// a launch before the others and one after. Bytes: each block is read and written once, staged ones twice.
 #include <vector>
 
 #include "common/device.h"

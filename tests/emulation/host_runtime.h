@@ -36,15 +36,14 @@ cudaError_t cudaMemcpy2DAsync(void* destination, size_t destination_pitch, const
 cudaError_t cudaMemsetAsync(void* destination, int value, size_t num_bytes, cudaStream_t stream = nullptr);
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
 
-// Few multiprocessors, so that small shapes are already cut as large ones are on a device; 8 of them, and the
-// 8.0 whose instructions there are.
+// Few multiprocessors, so that small shapes are already cut as large ones are on a device.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr /*attribute*/, int /*device*/) {
   *value = 8;
   return cudaSuccess;

@@ -11,10 +11,8 @@
 // dimensions) g and g + 8.
 #pragma once
 
+#include "cuda/paged_attention/cta.h"
 #include "cuda/paged_attention/decode_state.h"
-#include "cuda/paged_attention/pages.h"
-#include "cuda/paged_attention/scores.h"
-#include "cuda/paged_attention/widen.h"
 
 namespace pagedkv::cuda {
 
@@ -56,7 +54,7 @@ struct DecodeTile {
 };
 
 template <class Query, int CACHE_BYTES, int D, int NT>
-class DecodeCta {
+class DecodeCta : AttentionCta {
   using Element = Operand<Query, CACHE_BYTES>;
   using Tile = DecodeTile<CACHE_BYTES, D, NT>;
   static constexpr int K_STEPS = D / 16;
@@ -64,16 +62,7 @@ class DecodeCta {
 
  public:
   PAGEDKV_DEVICE DecodeCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
-      : launch_(launch),
-        p_(launch.p),
-        shared_(shared),
-        chunk_(chunk),
-        pages_(launch, chunk),
-        rule_(launch.p, chunk.piece.kv_head_idx),
-        widener_(launch.p.cache_dtype) {
-    warp_ = threadIdx.x / WARP_THREADS;
-    lane_ = threadIdx.x % WARP_THREADS;
-  }
+      : AttentionCta(launch, shared, chunk) {}
 
   PAGEDKV_DEVICE void run() {
     load_rows();
@@ -190,13 +179,24 @@ class DecodeCta {
     cp_async_commit();
   }
 
-  // score = K Q^T for the warp's 16 keys, 32 dimensions at a time.
+  // score = K Q^T for the warp's 16 keys.
   template <bool IS_INT8>
   PAGEDKV_DEVICE void multiply_keys(int keys_at, float (&score)[NT][4]) {
+    // With few rows even and odd steps are summed apart, since a product waits for the one before it. Not
+    // with split_size, where a row's sums have the same order among many rows.
+    if (NT == 1 && p_.split_size == 0) {
+      sum_products<IS_INT8, true>(keys_at, score);
+    } else {
+      sum_products<IS_INT8, false>(keys_at, score);
+    }
+  }
+
+  // 32 dimensions at a time.
+  template <bool IS_INT8, bool IS_APART>
+  PAGEDKV_DEVICE void sum_products(int keys_at, float (&score)[NT][4]) {
     const int head_dim = static_cast<int>(p_.head_dim);
     const SwizzledRow<Tile::ROW_BYTES> keys(keys_at, lane_ % 16, lane_ / 16);
     const SwizzledRow<D * 2> query(Tile::QUERY_AT, lane_ % 8, lane_ / 8);
-    // Even and odd steps are summed apart: a product waits for the one before it, and there are few rows.
     float odd[NT][4];
     for (int nt = 0; nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] = odd[nt][e] = 0.0f;
@@ -222,10 +222,10 @@ class DecodeCta {
         uint32_t b[4];
         ldmatrix_x4(b, shared_ + query.at(2 * step) + nt * 8 * D * 2);
         mma_m16n8k16<Element>(score[nt], a[0], {b[0], b[1]});
-        mma_m16n8k16<Element>(NT == 1 ? odd[nt] : score[nt], a[1], {b[2], b[3]});
+        mma_m16n8k16<Element>(IS_APART ? odd[nt] : score[nt], a[1], {b[2], b[3]});
       }
     }
-    for (int nt = 0; NT == 1 && nt < NT; ++nt) {
+    for (int nt = 0; IS_APART && nt < NT; ++nt) {
       for (int e = 0; e < 4; ++e) score[nt][e] += odd[nt][e];
     }
   }
@@ -310,14 +310,6 @@ class DecodeCta {
     }
   }
 
-  const AttentionLaunch& launch_;
-  const PagedAttentionParams& p_;
-  unsigned char* shared_;
-  const Chunk& chunk_;
-  PageCursor pages_;
-  ScoreRule rule_;
-  Widener widener_;
-  int warp_, lane_;
   KeyRange sure_;       // every row sees these keys
   float scale_[NT][2];  // of the products of rows 2q and 2q + 1
   int tree_begin_;      // from this key on a row may see one and not the one before

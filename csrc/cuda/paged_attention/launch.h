@@ -19,7 +19,7 @@ cudaError_t launch_with_combine(void (*kernel)(AttentionLaunch), int shared_byte
   if (error != cudaSuccess || !is_combined(args)) return error;
   const int64_t num_ctas = args.num_row_tiles * num_kv_heads * ceil_div(args.state_rows, CTA_WARPS);
   return launch(combine_kernel<Query>, dim3(static_cast<unsigned>(num_ctas)), dim3(CTA_THREADS), 0, stream,
-                args, args.combine_starts_early);
+                args, /*early=*/true);
 }
 
 template <class Query, int CACHE_BYTES, int D, int NT>

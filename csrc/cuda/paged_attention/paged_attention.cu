@@ -5,9 +5,10 @@
 //   host_plan.h, plan.h, schedule.h   how the work is cut: on the host, and by each CTA
 //   decode.h, decode_state.h          the kernel for 16-bit queries and few rows a sequence
 //   prefill.h                         the kernel for 16-bit queries and many rows
-//   row_tile.h, pages.h, scores.h, widen.h   what the two share: queries and results, pages, masks, 8-bit
-//   caches combine.h, state.h                what follows where several CTAs share a row's keys float32.h the
-//   kernel for float32 queries
+//   cta.h, row_tile.h, pages.h,
+//   scores.h, widen.h                 what the two share: queries and results, pages, masks, 8-bit caches
+//   combine.h, state.h                what follows where several CTAs share a row's keys
+//   float32.h                         the kernel for float32 queries
 #include "cuda/paged_attention/host_plan.h"
 #include "ops.h"
 
@@ -18,15 +19,11 @@ cudaError_t paged_attention_bfloat16(const AttentionLaunch& args, cudaStream_t s
 cudaError_t paged_attention_float32(const AttentionLaunch& args, cudaStream_t stream);
 
 cudaError_t paged_attention(const PagedAttentionParams& p, cudaStream_t stream) {
-  int device = 0, num_sms = 0, capability = 0;
+  int device = 0, num_sms = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device);
-  }
   if (error != cudaSuccess) return error;
   AttentionLaunch args = make_launch(p, num_sms);
-  args.combine_starts_early = capability >= 9;
   if (is_combined(args)) {
     const int64_t num_rows = p.num_kv_heads * args.num_states * args.state_rows;
     float* scratch =

@@ -40,7 +40,6 @@ struct AttentionLaunch {
   int block_size_log2;          // -1 where block_size is no power of two
   int state_rows;               // rows that a piece can have
   bool cache_rows_are_aligned;  // cache rows can be copied in 16-byte pieces
-  bool combine_starts_early;    // before the kernel in front of it has ended
   bool query_rows_are_aligned;  // rows of query and out can be moved four elements at a time
 
   PAGEDKV_HD int tile_rows() const { return 1 << tile_rows_log2; }
@@ -97,15 +96,17 @@ PAGEDKV_DEVICE bool find_row_tile(const AttentionLaunch& launch, int row_tile_id
   piece.query_begin = query_begin;
   piece.query_len = query_len;
   piece.row_begin = tile_in_seq * tile_rows;
-  piece.num_rows = min_of(tile_rows, query_len * launch.group - piece.row_begin);
-  return piece.num_rows > 0;
+  // A query_start_loc that falls or ends late, which the host cannot see, leads to no row outside the query.
+  const int rows_end = min_of(query_len, static_cast<int>(p.num_tokens) - query_begin) * launch.group;
+  piece.num_rows = min_of(tile_rows, rows_end - piece.row_begin);
+  return piece.num_rows > 0 && query_begin >= 0 && tile_in_seq >= 0;
 }
 
 // Rows past the last sequence's are padding: out 0, lse -inf. The CTAs share them out.
 template <class Query>
 PAGEDKV_DEVICE void fill_padding(const PagedAttentionParams& p) {
   if (p.query_start_loc == nullptr) return;
-  for (int64_t token_idx = p.query_start_loc[p.num_seqs] + blockIdx.x; token_idx < p.num_tokens;
+  for (int64_t token_idx = max_of(0, p.query_start_loc[p.num_seqs]) + blockIdx.x; token_idx < p.num_tokens;
        token_idx += gridDim.x) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.num_heads * p.value_head_dim; i += blockDim.x) {

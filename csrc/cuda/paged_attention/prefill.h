@@ -9,9 +9,7 @@
 // lane, with g = lane / 4 and q = lane % 4, an accumulator holds columns 2q, 2q + 1 of rows g and g + 8.
 #pragma once
 
-#include "cuda/paged_attention/pages.h"
-#include "cuda/paged_attention/scores.h"
-#include "cuda/paged_attention/widen.h"
+#include "cuda/paged_attention/cta.h"
 
 namespace pagedkv::cuda {
 
@@ -43,7 +41,7 @@ struct PrefillTile {
 };
 
 template <class Query, int CACHE_BYTES, int D>
-class PrefillCta {
+class PrefillCta : AttentionCta {
   using Element = Operand<Query, CACHE_BYTES>;
   using Tile = PrefillTile<CACHE_BYTES, D>;
   static constexpr int K_STEPS = D / 16;
@@ -53,16 +51,7 @@ class PrefillCta {
 
  public:
   PAGEDKV_DEVICE PrefillCta(const AttentionLaunch& launch, unsigned char* shared, const Chunk& chunk)
-      : launch_(launch),
-        p_(launch.p),
-        shared_(shared),
-        chunk_(chunk),
-        pages_(launch, chunk),
-        rule_(launch.p, chunk.piece.kv_head_idx),
-        widener_(launch.p.cache_dtype) {
-    warp_ = threadIdx.x / WARP_THREADS;
-    lane_ = threadIdx.x % WARP_THREADS;
-  }
+      : AttentionCta(launch, shared, chunk) {}
 
   PAGEDKV_DEVICE void run() {
     load_rows();
@@ -350,14 +339,6 @@ class PrefillCta {
     }
   }
 
-  const AttentionLaunch& launch_;
-  const PagedAttentionParams& p_;
-  unsigned char* shared_;
-  const Chunk& chunk_;
-  PageCursor pages_;
-  ScoreRule rule_;
-  Widener widener_;
-  int warp_, lane_;
   int tree_begin_;  // from this key on a row may see one and not the one before
   KeyRange warp_keys_, sure_;
   float scale_[2];  // of the products of rows g and g + 8
