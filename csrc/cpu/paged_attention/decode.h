@@ -32,14 +32,12 @@ class Decode {
   using Isa = typename Math::Isa;
   using Cache = typename Math::Cache;
   using Float = typename Isa::Float;
-  using Operand = typename Math::Operand;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
   using Products = DecodeProducts<Math, LANE_ROWS>;
   using Item = typename Products::Item;
   static constexpr int TOKENS = Products::TOKENS;
   static constexpr int LANE_TOKENS = Products::LANE_TOKENS;
-  static constexpr int KEY_TOKENS = Products::KEY_TOKENS, KEY_VECTORS = Products::KEY_VECTORS;
   static constexpr int ROWS = Isa::DECODE_ROWS;
   static constexpr int64_t AHEAD_BYTES =
       128 * 1024;  // of K and V that are fetched ahead: they and a tile are in the L2 cache
@@ -58,7 +56,6 @@ class Decode {
     num_vectors_ = static_cast<int>(ceil_div(group_, LANE_ROWS));
     key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
-    copies_keys_ = !Math::IS_STORED || p.head_dim % Math::STEP != 0;
     // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
     const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
     heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
@@ -68,9 +65,7 @@ class Decode {
                        : min_of(task.num_kv_heads, max_of<int64_t>(1, AHEAD_BYTES / item_bytes));
     const int64_t num_rows = task.num_kv_heads * group_, num_vectors = task.num_kv_heads * num_vectors_;
     Arena arena(memory);
-    query_ = arena.take<uint32_t>(num_vectors * LANE_ROWS * key_dwords_);
-    query_row_ = arena.take<uint32_t>(key_dwords_);
-    copied_keys_ = arena.take<uint32_t>(KEY_TOKENS * key_dwords_);
+    query_ = arena.take<uint32_t>(num_rows * key_dwords_);
     acc_ = arena.take<float>(num_rows * padded_value_dim_);
     largest_ = arena.take<float>(num_vectors * WIDTH);
     sum_ = arena.take<float>(num_vectors * WIDTH);
@@ -122,7 +117,6 @@ class Decode {
 
   void start() {
     const int64_t num_vectors = task_.num_kv_heads * num_vectors_;
-    std::memset(query_, 0, num_vectors * LANE_ROWS * key_dwords_ * sizeof(uint32_t));
     std::fill_n(largest_, num_vectors * WIDTH, PartialRows::NO_SCORE);
     std::fill_n(sum_, num_vectors * WIDTH, 0.0f);
     std::fill_n(slope_, num_vectors * WIDTH, 0.0f);
@@ -132,12 +126,8 @@ class Decode {
       for (int row = 0; row < group_; ++row) {
         const int64_t vector = head * num_vectors_ + row / LANE_ROWS, lane = row % LANE_ROWS;
         const int64_t head_idx = (task_.kv_head_idx + head) * group_ + row;
-        load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK, query_row_);
-        constexpr int PIECE = LANE_ROWS == 1 ? WIDTH : 4;
-        uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * PIECE;
-        for (int i = 0; i < key_dwords_; i += PIECE) {
-          std::memcpy(query + i * LANE_ROWS, query_row_ + i, PIECE * sizeof(uint32_t));
-        }
+        load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK,
+                             query_ + (head * group_ + row) * key_dwords_);
         if (p_.alibi_slopes == nullptr) continue;
         std::fill_n(slope_ + vector * WIDTH + lane * LANE_TOKENS, LANE_TOKENS, p_.alibi_slopes[head_idx]);
       }
@@ -185,12 +175,9 @@ class Decode {
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
     alignas(64) float factor[MAX_VECTORS * WIDTH];
-    const uint32_t* query = query_ + head * num_vectors_ * LANE_ROWS * key_dwords_;
-    int vector = 0;
-    for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
-      multiply_keys<KEY_VECTORS>(item, fetched, query, vector, score);
+    for (int row = 0; row < group_; row += Products::KEY_ROWS) {
+      multiply_keys(item, fetched, head, row, score[row / LANE_ROWS][0]);
     }
-    for (; vector < num_vectors_; ++vector) multiply_keys<1>(item, fetched, query, vector, score);
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int i = 0; i < num_vectors_; ++i) {
       weigh(head * num_vectors_ + i, rule, token, item.num_tokens, score[i],
@@ -220,43 +207,22 @@ class Decode {
     }
   }
 
-  // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords.
-  template <int VECTORS>
-  void multiply_keys(const Item& item, const Item& fetched, const uint32_t* query, int vector,
-                     float (*score)[TOKENS / 4][WIDTH]) {
-    const auto num_dwords = static_cast<int>(p_.head_dim / PACK);
-    const int64_t row_bytes = p_.head_dim * sizeof(Cache);
-    for (int token = 0; token < item.num_padded; token += KEY_TOKENS) {
-      const uint32_t* keys[KEY_TOKENS];
-      if (vector == 0) fetch_again(item, token);
-      for (int t = 0; t < KEY_TOKENS; ++t) {
-        keys[t] = copies_keys_ ? copy_key(item.key[token + t], copied_keys_ + t * key_dwords_)
-                               : reinterpret_cast<const uint32_t*>(item.key[token + t]);
-      }
-      Products::template key_tile<VECTORS>(keys, fetched.key + token, vector == 0 ? row_bytes : 0, num_dwords,
-                                           query + vector * LANE_ROWS * key_dwords_, LANE_ROWS * key_dwords_,
-                                           score[vector][token / 4]);
+  // Scores of the rows from `row` on that a call of Products takes. The first call fetches.
+  void multiply_keys(const Item& item, const Item& fetched, int64_t head, int row, float* score) const {
+    const auto num_steps = static_cast<int>(ceil_div(p_.head_dim, Math::STEP));
+    const int64_t row_bytes = row == 0 ? p_.head_dim * int64_t{sizeof(Cache)} : 0;
+    const uint32_t* query = query_ + (head * group_ + row) * key_dwords_;
+    const auto multiply = [&]<int NUM_ROWS>() {
+      Products::template multiply_keys<NUM_ROWS>(item, {fetched.key, row_bytes, num_steps}, p_.head_dim,
+                                                 p_.value_head_dim, query, key_dwords_, score);
+    };
+    const int num_rows = min_of(Products::KEY_ROWS, group_ - row);
+    if (num_rows == 1) multiply.template operator()<1>();
+    if (num_rows == 2) multiply.template operator()<2>();
+    if constexpr (Products::KEY_ROWS > 2) {
+      if (num_rows == 3) multiply.template operator()<3>();
+      if (num_rows == 4) multiply.template operator()<4>();
     }
-  }
-
-  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
-  // get lost.
-  void fetch_again(const Item& item, int token) const {
-    const int next_keys = min_of(token + KEY_TOKENS, item.num_padded - KEY_TOKENS);
-    for (int t = 0; t < KEY_TOKENS; ++t) {
-      fetch_to_l1(item.key[next_keys + t], p_.head_dim * sizeof(Cache));
-      fetch_to_l1(item.value[token + t], p_.value_head_dim * sizeof(Cache));
-    }
-  }
-
-  // A key as operands.
-  const uint32_t* copy_key(const Cache* key, uint32_t* dwords) const {
-    for (int64_t dim = 0; dim < p_.head_dim; dim += Math::STEP) {
-      Operand x[Math::OPERANDS];
-      Math::load(key + dim, p_.head_dim - dim, x);
-      for (int i = 0; i < Math::OPERANDS; ++i) Math::store_dwords(dwords + dim / PACK + i * WIDTH, x[i]);
-    }
-    return dwords;
   }
 
   static Float token_iota() { return LANE_ROWS == 1 ? Isa::iota() : Isa::iota_in_lanes(); }
@@ -327,7 +293,7 @@ class Decode {
       for (int64_t dim = 0; dim < p_.value_head_dim; dim += LOADED * WIDTH) {
         Float x[LOADED];
         for (int i = 0; i < LOADED; ++i) x[i] = Isa::load(acc_ + row * padded_value_dim_ + dim + i * WIDTH);
-        Math::restore_order(x);
+        Math::restore_values(x);
         for (int i = 0; i < LOADED; ++i) {
           const int64_t begin = dim + i * WIDTH;
           Isa::narrow(partial_rows + begin, Isa::mul(x[i], scale), p_.value_head_dim - begin);
@@ -357,12 +323,9 @@ class Decode {
   bool heads_lie_together_;  // in memory, those of a token; otherwise the tokens of a head
   int tile_tokens_;
   int64_t heads_ahead_;  // items between asking for one and working on it
-  bool copies_keys_;
   int64_t padded_value_dim_, memory_;
-  uint32_t* query_;        // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4]
-  uint32_t* query_row_;    // [key_dwords]
-  uint32_t* copied_keys_;  // [KEY_TOKENS, key_dwords]
-  float* acc_;             // [num_kv_heads * group, padded_value_dim], in the order of interleave
+  uint32_t* query_;  // [num_kv_heads * group, key_dwords]
+  float* acc_;       // [num_kv_heads * group, padded_value_dim], in the order of load_values
   // [num_kv_heads, num_vectors, LANE_ROWS, LANE_TOKENS]: the largest score, sums, and ALiBi's slope
   float *largest_, *sum_, *slope_;
   float* whole_rows_;  // the partial rows of a task that has all keys

@@ -17,11 +17,11 @@ struct DecodeProducts {
   using Operand = typename Math::Operand;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
-  static constexpr int TOKENS = 32;                      // of an item, at most
-  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;  // of a vector of scores
+  static constexpr int TOKENS = sizeof(Cache) == 1 ? 64 : 32;  // of an item, at most
+  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;        // of a vector of scores
   static_assert(LANE_ROWS == 1 || LANE_TOKENS == 4);
-  // A register tile of scores: accumulators enough to keep the multipliers busy.
-  static constexpr int KEY_TOKENS = 8, KEY_VECTORS = WIDTH == 16 ? 2 : 1;
+  static constexpr int KEY_TOKENS = 4;  // of a register tile of scores
+  static constexpr int KEY_ROWS = LANE_ROWS == 1 ? 2 : LANE_ROWS;
   // Dwords of weights from a row vector to the next, and from a row to the next in it.
   static constexpr int WEIGHT_VECTOR_STRIDE = TOKENS * LANE_ROWS / PACK;
   static constexpr int WEIGHT_ROW_STRIDE = LANE_ROWS == 1 ? WEIGHT_VECTOR_STRIDE : LANE_TOKENS / PACK;
@@ -33,42 +33,82 @@ struct DecodeProducts {
     const Cache *key[TOKENS], *value[TOKENS];
   };
 
-  // score[v][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of rows and
-  // KEY_TOKENS tokens. Fetches as many rows of row_bytes, evenly. Not inlined: in a function of its own, all
-  // operands find a register.
-  template <int VECTORS>
-  [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
-                                         int64_t row_bytes, int num_dwords, const uint32_t* query,
-                                         int query_vector_stride, float* score) {
-    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4;
-    Float dot[VECTORS][KEY_TOKENS];
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; ++v) {
-#pragma GCC unroll 8
-      for (int t = 0; t < KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
+  // Rows that are fetched evenly over num_passes passes through as many tokens.
+  struct RowFetch {
+    const Cache* const* row;
+    int64_t row_bytes;
+    int num_passes, due = 0;
+
+    void step(int num_tokens) {
+      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
     }
-    const int num_steps = (num_dwords + STEP_DWORDS - 1) / STEP_DWORDS;
-    for (int row = 0, step = 0; row < KEY_TOKENS; ++row) {
-      fetch_to_l2(fetched[row], row_bytes);
-      for (; step < num_steps * (row + 1) / KEY_TOKENS; ++step, query += WIDTH) {
-        Operand q[VECTORS];
+  };
+
+  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
+  // get lost.
+  static void fetch_again(const Item& item, int token, int64_t num_dims, int64_t num_value_dims) {
+    const int next_keys = min_of(token + KEY_TOKENS, item.num_padded - KEY_TOKENS);
+    for (int t = 0; t < KEY_TOKENS; ++t) {
+      fetch_to_l1(item.key[next_keys + t], num_dims * sizeof(Cache));
+      fetch_to_l1(item.value[token + t], num_value_dims * sizeof(Cache));
+    }
+  }
+
+  // STEP dimensions of multiply_keys, or with WHOLE = false, those that are left.
+  template <bool WHOLE, int NUM_ROWS>
+  [[gnu::always_inline]] static void add_key_step(const Cache* const* keys, RowFetch& fetch, int64_t num_dims,
+                                                  int64_t dim, const uint32_t* query,
+                                                  int64_t query_row_stride,
+                                                  Float (&dot)[NUM_ROWS][KEY_TOKENS]) {
+    fetch.step(KEY_TOKENS);
+    Operand k[KEY_TOKENS][Math::OPERANDS];
+#pragma GCC unroll 4
+    for (int t = 0; t < KEY_TOKENS; ++t) {
+      Math::load_key(keys[t] + dim, WHOLE ? Math::STEP : num_dims - dim, k[t]);
+    }
 #pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) q[v] = Math::load_dwords(query + v * query_vector_stride);
-#pragma GCC unroll 8
-        for (int t = 0; t < KEY_TOKENS; ++t) {
-          const uint32_t* key = keys[t] + step * STEP_DWORDS;
-          const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
-#pragma GCC unroll 2
-          for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
-        }
+    for (int i = 0; i < Math::OPERANDS; ++i) {
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+        const Operand q = Math::load_dwords(query + row * query_row_stride + i * WIDTH);
+#pragma GCC unroll 4
+        for (int t = 0; t < KEY_TOKENS; ++t) dot[row][t] = Math::multiply_add(q, k[t][i], dot[row][t]);
       }
     }
-#pragma GCC unroll 2
-    for (int v = 0; v < VECTORS; ++v) {
-#pragma GCC unroll 2
-      for (int t = 0; t < KEY_TOKENS; t += 4) {
-        Isa::store(score + v * TOKENS / 4 * WIDTH + t / 4 * WIDTH,
-                   Isa::sum_quads(dot[v][t], dot[v][t + 1], dot[v][t + 2], dot[v][t + 3]));
+  }
+
+  // Scores of NUM_ROWS rows of queries for the item's tokens: score[row][token / 4] = the sums over each
+  // lane's dwords where a row has vectors of its own, otherwise score[token / 4] = a row a lane. Not inlined:
+  // in a function of its own, all operands find a register.
+  template <int NUM_ROWS>
+  [[gnu::noinline]] static void multiply_keys(const Item& item, RowFetch fetch, int64_t num_dims,
+                                              int64_t num_value_dims, const uint32_t* query,
+                                              int64_t query_row_stride, float* score) {
+    for (int token = 0; token < item.num_padded; token += KEY_TOKENS, score += WIDTH) {
+      if (fetch.row_bytes != 0) fetch_again(item, token, num_dims, num_value_dims);
+      Float dot[NUM_ROWS][KEY_TOKENS];
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+#pragma GCC unroll 4
+        for (int t = 0; t < KEY_TOKENS; ++t) dot[row][t] = Isa::set(0.0f);
+      }
+      int64_t dim = 0;
+      const uint32_t* q = query;
+      for (; dim + Math::STEP <= num_dims; dim += Math::STEP, q += Math::OPERANDS * WIDTH) {
+        add_key_step<true>(item.key + token, fetch, num_dims, dim, q, query_row_stride, dot);
+      }
+      if (dim < num_dims)
+        add_key_step<false>(item.key + token, fetch, num_dims, dim, q, query_row_stride, dot);
+      Float sums[LANE_ROWS == 1 ? NUM_ROWS : LANE_ROWS];
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+        sums[row] = Isa::sum_quads(dot[row][0], dot[row][1], dot[row][2], dot[row][3]);
+        if (LANE_ROWS == 1) Isa::store(score + row * TOKENS / 4 * WIDTH, sums[row]);
+      }
+      if constexpr (LANE_ROWS > 1) {
+#pragma GCC unroll 4
+        for (int row = NUM_ROWS; row < LANE_ROWS; ++row) sums[row] = Isa::set(0.0f);
+        Isa::store(score, Isa::join_quads(sums));
       }
     }
   }
@@ -82,17 +122,6 @@ struct DecodeProducts {
     const int64_t many = many_values(num_rows) * WIDTH;
     return static_cast<int>(num_dims / many + ceil_div(num_dims % many, FEW_VALUES * WIDTH));
   }
-
-  // Rows that are fetched evenly over num_passes passes through as many tokens.
-  struct RowFetch {
-    const Cache* const* row;
-    int64_t row_bytes;
-    int num_passes, due = 0;
-
-    void step(int num_tokens) {
-      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
-    }
-  };
 
   // acc[row] = acc[row] * factor + sum of weight * value. The item is summed up apart, so that a long context
   // loses no digits to a running sum.
@@ -132,13 +161,7 @@ struct DecodeProducts {
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS / LOADED; ++i) {
         const int64_t begin = dim + i * Math::STEP;
-        Operand loaded[PACK][Math::OPERANDS];
-#pragma GCC unroll 2
-        for (int t = 0; t < PACK; ++t) {
-          const int64_t count = WHOLE ? Math::STEP : num_dims - begin;
-          Math::load(item.value[token + t] + begin, count, loaded[t]);
-        }
-        Math::interleave(loaded, x[i]);
+        Math::load_values(item.value + token, begin, WHOLE ? Math::STEP : num_dims - begin, x[i]);
       }
 #pragma GCC unroll 4
       for (int row = 0; row < NUM_ROWS; ++row) {

@@ -25,6 +25,11 @@ struct FloatMath {
 
   // `count` elements of a row from p on (all of STEP where there are more), zero beyond them.
   static void load(const Cache* p, int64_t count, Operand (&x)[1]) { x[0] = Isa::widen(p, count); }
+  static void load_key(const Cache* p, int64_t count, Operand (&x)[1]) { load(p, count, x); }
+  static void load_values(const Cache* const* rows, int64_t begin, int64_t count, Operand (&x)[1]) {
+    load(rows[0] + begin, count, x);
+  }
+  static void restore_values(Operand (&)[1]) {}
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }
   // Four dwords in every lane of 128 bits.
   static Operand load_in_lanes(const uint32_t* p) {
