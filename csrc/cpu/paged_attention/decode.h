@@ -1,12 +1,10 @@
 // A task of few rows that all see the same keys: the query heads of one KV head, or of several, at one token.
 //
-// Vectors run along head_dim, so that K and V are used as they lie in the cache, unpacked and once. A score
-// vector is split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row: a register of K against a
-// register of Q. Otherwise each lane has a row of its own: 16 bytes of K in every lane against 16 bytes of
-// each row's Q, so that sums over lanes, which cost as much as the products, are not needed. Either way 4
-// tokens make up a quad, in which the sums over the 4 dwords of a lane end. The softmax step works on vectors
-// of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a few vectors of
-// head_dim.
+// Vectors run along head_dim, so that K and V are used as they lie in the cache, widened in registers and once
+// for the rows of a register tile. The sums over a vector of a tile of 4 tokens end in one vector together: of
+// a row's own with LANE_ROWS = 1, otherwise with a row in each lane of 128 bits. The softmax step works on
+// vectors of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a few vectors
+// of head_dim.
 //
 // Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Random pieces of memory come at
 // half the speed of a stream, so a task takes the heads that lie side by side, and while it works on a tile
@@ -174,14 +172,15 @@ class Decode {
     // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
-    alignas(64) float factor[MAX_VECTORS * WIDTH];
+    alignas(64) float fade[MAX_VECTORS * WIDTH], unit[MAX_VECTORS * WIDTH], weights[MAX_VECTORS * WIDTH];
     for (int row = 0; row < group_; row += Products::KEY_ROWS) {
       multiply_keys(item, fetched, head, row, score[row / LANE_ROWS][0]);
     }
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int i = 0; i < num_vectors_; ++i) {
       weigh(head * num_vectors_ + i, rule, token, item.num_tokens, score[i],
-            weight + i * Products::WEIGHT_VECTOR_STRIDE, factor + i * WIDTH);
+            weight + i * Products::WEIGHT_VECTOR_STRIDE, fade + i * WIDTH, unit + i * WIDTH,
+            weights + i * WIDTH);
     }
     int num_passes = 0;
     for (int row = 0; row < group_; row += ROWS) {
@@ -191,11 +190,12 @@ class Decode {
     for (int row = 0; row < group_; row += ROWS) {
       const uint32_t* row_weight = weight + row / LANE_ROWS * Products::WEIGHT_VECTOR_STRIDE +
                                    row % LANE_ROWS * Products::WEIGHT_ROW_STRIDE;
-      const float* row_factor = factor + row * LANE_TOKENS;
+      const int64_t terms = row * LANE_TOKENS;
       float* acc = acc_ + (head * group_ + row) * padded_value_dim_;
       const int num_rows = min_of(ROWS, group_ - row);
       const auto values = [&]<int NUM_ROWS>() {
-        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight, row_factor, acc,
+        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight,
+                                                     {fade + terms, unit + terms, weights + terms}, acc,
                                                      padded_value_dim_, p_.value_head_dim);
       };
       if (num_rows == 1) values.template operator()<1>();
@@ -254,33 +254,49 @@ class Decode {
     }
   }
 
-  // The softmax step of a row vector: its weights, and the factors for what was summed before.
+  // The softmax step of a row vector: its weights, and the terms of Products::RowTerms.
   void weigh(int64_t vector, const ScoreRule<Isa>& rule, int32_t first_token, int num_tokens,
-             float (*score)[WIDTH], uint32_t* weight, float* factor) {
+             float (*score)[WIDTH], uint32_t* weight, float* fade, [[maybe_unused]] float* unit,
+             [[maybe_unused]] float* weights) {
     constexpr int VECTORS = TOKENS / LANE_TOKENS;
     if (LANE_ROWS == 1 || rule.adjusts || num_tokens < TOKENS) {
       finish_scores(rule, Isa::load(slope_ + vector * WIDTH), first_token, num_tokens, score);
     }
     Float x[VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < VECTORS; ++i) x[i] = Isa::load(score[i * LANE_TOKENS / 4]);
     const Float before = Isa::load(largest_ + vector * WIDTH);
     Float largest = x[0];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 1; i < VECTORS; ++i) largest = Isa::max(largest, x[i]);
-    largest = Isa::max(before, largest_of_rows(largest));
+    largest = largest_of_rows(largest);
+    // Whole weights are relative to the largest of their tile.
+    [[maybe_unused]] const Float of_tile = Isa::max(Isa::set(PartialRows::NO_SCORE), largest);
+    largest = Isa::max(before, largest);
+    const Float reference = Math::HAS_WHOLE_WEIGHTS ? of_tile : largest;
     const Float scale = Isa::set(rule.factor());
     Float sum = Isa::set(0.0f);
-#pragma GCC unroll 8
+    [[maybe_unused]] Float whole_sum = sum;
+#pragma GCC unroll 16
     for (int i = 0; i < VECTORS; ++i) {
-      const Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], largest), scale);
+      Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], reference), scale);
       sum = Isa::add(sum, y);
+      if constexpr (Math::HAS_WHOLE_WEIGHTS) {
+        y = Isa::round(Isa::mul(y, Isa::set(Math::LARGEST_WEIGHT)));
+        whole_sum = Isa::add(whole_sum, y);
+      }
       Math::pack_tokens(weight + i * WIDTH / PACK, y);
     }
-    const Float fade = exp2_of<Isa>(Isa::mul(Isa::sub(before, largest), scale));
-    Isa::store(factor, fade);
+    const Float old_fade = exp2_of<Isa>(Isa::mul(Isa::sub(before, largest), scale));
+    Isa::store(fade, old_fade);
+    if constexpr (Math::HAS_WHOLE_WEIGHTS) {
+      const Float of_largest = exp2_of<Isa>(Isa::mul(Isa::sub(reference, largest), scale));
+      Isa::store(unit, Isa::mul(of_largest, Isa::set(1.0f / Math::LARGEST_WEIGHT)));
+      Isa::store(weights, whole_sum);
+      sum = Isa::mul(sum, of_largest);
+    }
     Isa::store(largest_ + vector * WIDTH, largest);
-    Isa::store(sum_ + vector * WIDTH, Isa::fma(Isa::load(sum_ + vector * WIDTH), fade, sum));
+    Isa::store(sum_ + vector * WIDTH, Isa::fma(Isa::load(sum_ + vector * WIDTH), old_fade, sum));
   }
 
   void finish(float* partial_rows) {

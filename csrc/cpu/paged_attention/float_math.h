@@ -30,11 +30,10 @@ struct FloatMath {
     load(rows[0] + begin, count, x);
   }
   static void restore_values(Operand (&)[1]) {}
+  using Sum = Float;  // of values times weights
+  static constexpr bool HAS_WHOLE_WEIGHTS = false;
+  static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }
-  // Four dwords in every lane of 128 bits.
-  static Operand load_in_lanes(const uint32_t* p) {
-    return Isa::load_in_lanes(reinterpret_cast<const float*>(p));
-  }
   static void store_dwords(uint32_t* p, Operand x) { Isa::store(reinterpret_cast<float*>(p), x); }
   static Operand broadcast(const uint32_t* p) { return Isa::set(*reinterpret_cast<const float*>(p)); }
   static Float multiply_add(Operand a, Operand b, Float c) { return Isa::fma(a, b, c); }
@@ -76,6 +75,10 @@ struct FloatMathOf {
   template <class Body>
   static void dispatch(const PagedAttentionParams& p, Body&& body) {
     dispatch_dtype(p.cache_dtype, [&]<class Cache>() { body.template operator()<FloatMath<Isa, Cache>>(); });
+  }
+  template <class Body>
+  static void dispatch_decode(const PagedAttentionParams& p, Body&& body) {
+    dispatch(p, body);
   }
 };
 
