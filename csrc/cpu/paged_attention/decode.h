@@ -1,10 +1,13 @@
 // A task of few rows that all see the same keys: the query heads of one KV head, or of several, at one token.
 //
-// Vectors run along head_dim, so that K and V are used as they lie in the cache, widened in registers and once
-// for the rows of a register tile. The sums over a vector of a tile of 4 tokens end in one vector together: of
-// a row's own with LANE_ROWS = 1, otherwise with a row in each lane of 128 bits. The softmax step works on
-// vectors of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a few vectors
-// of head_dim.
+// Vectors run along head_dim, so that K and V are used as they lie in the cache, and once. A score vector is
+// split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row: a register of K against a register
+// of Q. Otherwise each lane has a row of its own: 16 bytes of K in every lane against 16 bytes of each row's
+// Q, so that sums over lanes, which cost as much as the products, are not needed. Where K must be widened
+// first, that costs more, so it is widened in registers, once for all rows, and sums over lanes are made.
+// Either way 4 tokens make up a quad, in which the sums over the 4 dwords of a lane end. The softmax step
+// works on vectors of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a
+// few vectors of head_dim.
 //
 // Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Random pieces of memory come at
 // half the speed of a stream, so a task takes the heads that lie side by side, and while it works on a tile
@@ -36,6 +39,7 @@ class Decode {
   using Item = typename Products::Item;
   static constexpr int TOKENS = Products::TOKENS;
   static constexpr int LANE_TOKENS = Products::LANE_TOKENS;
+  static constexpr int KEY_VECTORS = Products::KEY_VECTORS;
   static constexpr int ROWS = Isa::DECODE_ROWS;
   static constexpr int64_t AHEAD_BYTES =
       128 * 1024;  // of K and V that are fetched ahead: they and a tile are in the L2 cache
@@ -54,6 +58,7 @@ class Decode {
     num_vectors_ = static_cast<int>(ceil_div(group_, LANE_ROWS));
     key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
+    keys_are_operands_ = Math::IS_STORED && p.head_dim % (Products::LINE_DWORDS * PACK) == 0;
     // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
     const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
     heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
@@ -63,7 +68,8 @@ class Decode {
                        : min_of(task.num_kv_heads, max_of<int64_t>(1, AHEAD_BYTES / item_bytes));
     const int64_t num_rows = task.num_kv_heads * group_, num_vectors = task.num_kv_heads * num_vectors_;
     Arena arena(memory);
-    query_ = arena.take<uint32_t>(num_rows * key_dwords_);
+    query_ = arena.take<uint32_t>(num_vectors * LANE_ROWS * key_dwords_);
+    query_row_ = arena.take<uint32_t>(key_dwords_);
     acc_ = arena.take<float>(num_rows * padded_value_dim_);
     largest_ = arena.take<float>(num_vectors * WIDTH);
     sum_ = arena.take<float>(num_vectors * WIDTH);
@@ -115,6 +121,7 @@ class Decode {
 
   void start() {
     const int64_t num_vectors = task_.num_kv_heads * num_vectors_;
+    std::memset(query_, 0, num_vectors * LANE_ROWS * key_dwords_ * sizeof(uint32_t));
     std::fill_n(largest_, num_vectors * WIDTH, PartialRows::NO_SCORE);
     std::fill_n(sum_, num_vectors * WIDTH, 0.0f);
     std::fill_n(slope_, num_vectors * WIDTH, 0.0f);
@@ -124,8 +131,17 @@ class Decode {
       for (int row = 0; row < group_; ++row) {
         const int64_t vector = head * num_vectors_ + row / LANE_ROWS, lane = row % LANE_ROWS;
         const int64_t head_idx = (task_.kv_head_idx + head) * group_ + row;
-        load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK,
-                             query_ + (head * group_ + row) * key_dwords_);
+        load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK, query_row_);
+        if (keys_are_operands_) {
+          constexpr int PIECE = LANE_ROWS == 1 ? WIDTH : 4;
+          uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * PIECE;
+          for (int i = 0; i < key_dwords_; i += PIECE) {
+            std::memcpy(query + i * LANE_ROWS, query_row_ + i, PIECE * sizeof(uint32_t));
+          }
+        } else {
+          std::memcpy(query_ + (vector * LANE_ROWS + lane) * key_dwords_, query_row_,
+                      key_dwords_ * sizeof(uint32_t));
+        }
         if (p_.alibi_slopes == nullptr) continue;
         std::fill_n(slope_ + vector * WIDTH + lane * LANE_TOKENS, LANE_TOKENS, p_.alibi_slopes[head_idx]);
       }
@@ -173,8 +189,16 @@ class Decode {
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
     alignas(64) float fade[MAX_VECTORS * WIDTH], unit[MAX_VECTORS * WIDTH], weights[MAX_VECTORS * WIDTH];
-    for (int row = 0; row < group_; row += Products::KEY_ROWS) {
-      multiply_keys(item, fetched, head, row, score[row / LANE_ROWS][0]);
+    if (keys_are_operands_) {
+      int vector = 0;
+      for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
+        multiply_stored_keys<KEY_VECTORS>(item, fetched, head, vector, score);
+      }
+      for (; vector < num_vectors_; ++vector) multiply_stored_keys<1>(item, fetched, head, vector, score);
+    } else {
+      for (int row = 0; row < group_; row += Products::KEY_ROWS) {
+        multiply_keys(item, fetched, head, row, score[row / LANE_ROWS][0]);
+      }
     }
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int i = 0; i < num_vectors_; ++i) {
@@ -207,11 +231,36 @@ class Decode {
     }
   }
 
+  // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords. The
+  // first call fetches.
+  template <int VECTORS>
+  void multiply_stored_keys(const Item& item, const Item& fetched, int64_t head, int vector,
+                            float (*score)[TOKENS / 4][WIDTH]) const {
+    if constexpr (Math::IS_STORED) {
+      const auto num_lines = static_cast<int>(p_.head_dim / (Products::LINE_DWORDS * PACK));
+      const int64_t row_bytes = vector == 0 ? p_.head_dim * sizeof(Cache) : 0;
+      // Longer keys leave the loop's own instructions enough time: memory binds.
+      const auto key_tile = LANE_ROWS > 1 && num_lines == 2 ? &Products::template key_tile<VECTORS, 2>
+                                                            : &Products::template key_tile<VECTORS, 0>;
+      const uint32_t* query = query_ + (head * num_vectors_ + vector) * LANE_ROWS * key_dwords_;
+      constexpr int TILE = Products::LANE_KEY_TOKENS;
+      for (int token = 0; token < item.num_padded; token += TILE) {
+        const uint32_t* keys[TILE];
+        if (vector == 0) {
+          Products::template fetch_again<TILE>(item, token, p_.head_dim, p_.value_head_dim);
+        }
+        for (int t = 0; t < TILE; ++t) keys[t] = reinterpret_cast<const uint32_t*>(item.key[token + t]);
+        key_tile(keys, fetched.key + token, row_bytes, num_lines, query, LANE_ROWS * key_dwords_,
+                 score[vector][token / 4]);
+      }
+    }
+  }
+
   // Scores of the rows from `row` on that a call of Products takes. The first call fetches.
   void multiply_keys(const Item& item, const Item& fetched, int64_t head, int row, float* score) const {
     const auto num_steps = static_cast<int>(ceil_div(p_.head_dim, Math::STEP));
     const int64_t row_bytes = row == 0 ? p_.head_dim * int64_t{sizeof(Cache)} : 0;
-    const uint32_t* query = query_ + (head * group_ + row) * key_dwords_;
+    const uint32_t* query = query_ + (head * num_vectors_ * LANE_ROWS + row) * key_dwords_;
     const auto multiply = [&]<int NUM_ROWS>() {
       Products::template multiply_keys<NUM_ROWS>(item, {fetched.key, row_bytes, num_steps}, p_.head_dim,
                                                  p_.value_head_dim, query, key_dwords_, score);
@@ -336,12 +385,16 @@ class Decode {
   const AttentionTask& task_;
   int group_, num_vectors_;  // rows of a KV head, and vectors of them
   int key_dwords_;           // of a padded row
+  bool keys_are_operands_;   // as they lie in the cache; otherwise they are widened
   bool heads_lie_together_;  // in memory, those of a token; otherwise the tokens of a head
   int tile_tokens_;
   int64_t heads_ahead_;  // items between asking for one and working on it
   int64_t padded_value_dim_, memory_;
-  uint32_t* query_;  // [num_kv_heads * group, key_dwords]
-  float* acc_;       // [num_kv_heads * group, padded_value_dim], in the order of load_values
+  // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4], or with widened keys [.., LANE_ROWS,
+  // key_dwords]
+  uint32_t* query_;
+  uint32_t* query_row_;  // [key_dwords]
+  float* acc_;           // [num_kv_heads * group, padded_value_dim], in the order of load_values
   // [num_kv_heads, num_vectors, LANE_ROWS, LANE_TOKENS]: the largest score, sums, and ALiBi's slope
   float *largest_, *sum_, *slope_;
   float* whole_rows_;  // the partial rows of a task that has all keys

@@ -21,8 +21,10 @@ struct DecodeProducts {
   static constexpr int TOKENS = sizeof(Cache) == 1 ? 64 : 32;  // of an item, at most
   static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;        // of a vector of scores
   static_assert(LANE_ROWS == 1 || LANE_TOKENS == 4);
-  static constexpr int KEY_TOKENS = 4;  // of a register tile of scores
-  static constexpr int KEY_ROWS = LANE_ROWS == 1 ? 2 : LANE_ROWS;
+  // Register tiles of scores: of multiply_keys, and of key_tile.
+  static constexpr int KEY_TOKENS = 4, KEY_ROWS = LANE_ROWS == 1 ? 2 : LANE_ROWS;
+  static constexpr int LANE_KEY_TOKENS = 8, KEY_VECTORS = WIDTH == 16 ? 2 : 1;
+  static constexpr int LINE_DWORDS = 16;  // of keys that key_tile takes: they are whole cache lines
   // Dwords of weights from a row vector to the next, and from a row to the next in it.
   static constexpr int WEIGHT_VECTOR_STRIDE = TOKENS * LANE_ROWS / PACK;
   static constexpr int WEIGHT_ROW_STRIDE = LANE_ROWS == 1 ? WEIGHT_VECTOR_STRIDE : LANE_TOKENS / PACK;
@@ -53,9 +55,10 @@ struct DecodeProducts {
 
   // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
   // get lost.
+  template <int TILE_TOKENS>
   static void fetch_again(const Item& item, int token, int64_t num_dims, int64_t num_value_dims) {
-    const int next_keys = min_of(token + KEY_TOKENS, item.num_padded - KEY_TOKENS);
-    for (int t = 0; t < KEY_TOKENS; ++t) {
+    const int next_keys = min_of(token + TILE_TOKENS, item.num_padded - TILE_TOKENS);
+    for (int t = 0; t < TILE_TOKENS; ++t) {
       fetch_to_l1(item.key[next_keys + t], num_dims * sizeof(Cache));
       fetch_to_l1(item.value[token + t], num_value_dims * sizeof(Cache));
     }
@@ -84,15 +87,15 @@ struct DecodeProducts {
     }
   }
 
-  // Scores of NUM_ROWS rows of queries for the item's tokens: score[row][token / 4] = the sums over each
-  // lane's dwords where a row has vectors of its own, otherwise score[token / 4] = a row a lane. Not inlined:
-  // in a function of its own, all operands find a register.
+  // For keys that are widened, once for all rows. Scores of NUM_ROWS rows of queries for the item's tokens:
+  // score[row][token / 4] = the sums over each lane's dwords where a row has vectors of its own, otherwise
+  // score[token / 4] = a row a lane. Not inlined: in a function of its own, all operands find a register.
   template <int NUM_ROWS>
   [[gnu::noinline]] static void multiply_keys(const Item& item, RowFetch fetch, int64_t num_dims,
                                               int64_t num_value_dims, const uint32_t* query,
                                               int64_t query_row_stride, float* score) {
     for (int token = 0; token < item.num_padded; token += KEY_TOKENS, score += WIDTH) {
-      if (fetch.row_bytes != 0) fetch_again(item, token, num_dims, num_value_dims);
+      if (fetch.row_bytes != 0) fetch_again<KEY_TOKENS>(item, token, num_dims, num_value_dims);
       Float dot[NUM_ROWS][KEY_TOKENS];
 #pragma GCC unroll 4
       for (int row = 0; row < NUM_ROWS; ++row) {
@@ -116,6 +119,65 @@ struct DecodeProducts {
 #pragma GCC unroll 4
         for (int row = NUM_ROWS; row < LANE_ROWS; ++row) sums[row] = Isa::set(0.0f);
         Isa::store(score, Isa::join_quads(sums));
+      }
+    }
+  }
+
+  // For keys that are used as they lie in the cache. score[v][token / 4] = the sums over each lane's dwords
+  // of query . key, for VECTORS vectors of rows and LANE_KEY_TOKENS tokens. Fetches as many rows of
+  // row_bytes, evenly and in the order of memory. NUM_LINES: of a key, where the compiler may know it and
+  // make one run of instructions of all; otherwise 0. Not inlined: in a function of its own, all operands
+  // find a register.
+  template <int VECTORS, int NUM_LINES>
+  [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
+                                         int64_t row_bytes, int num_lines, const uint32_t* query,
+                                         int query_vector_stride, float* score) {
+    constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4, LINE_STEPS = LINE_DWORDS / STEP_DWORDS;
+    Float dot[VECTORS][LANE_KEY_TOKENS];
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 8
+      for (int t = 0; t < LANE_KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
+    }
+    const auto multiply = [&](int step) __attribute__((always_inline)) {
+      Operand q[VECTORS];
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; ++v)
+        q[v] = Math::load_dwords(query + v * query_vector_stride + step * WIDTH);
+#pragma GCC unroll 8
+      for (int t = 0; t < LANE_KEY_TOKENS; ++t) {
+        const uint32_t* key = keys[t] + step * STEP_DWORDS;
+        const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) dot[v][t] = Math::multiply_add(q[v], k, dot[v][t]);
+      }
+    };
+    if constexpr (NUM_LINES > 0) {
+      constexpr int NUM_STEPS = NUM_LINES * LINE_STEPS;
+      constexpr int ROW_LINES = max_of(1, NUM_LINES * PACK * int{sizeof(Cache)} / int{sizeof(uint32_t)});
+#pragma GCC unroll 16
+      for (int step = 0; step < NUM_STEPS; ++step) {
+        const int end = (step + 1) * LANE_KEY_TOKENS * ROW_LINES / NUM_STEPS;
+#pragma GCC unroll 8
+        for (int i = step * LANE_KEY_TOKENS * ROW_LINES / NUM_STEPS; i < end && row_bytes > 0; ++i) {
+          const char* row = reinterpret_cast<const char*>(fetched[i / ROW_LINES]);
+          _mm_prefetch(row + i % ROW_LINES * 64, _MM_HINT_T1);
+        }
+        multiply(step);
+      }
+    } else {
+      const int num_steps = num_lines * LINE_STEPS;
+      for (int row = 0, step = 0; row < LANE_KEY_TOKENS; ++row) {
+        fetch_to_l2(fetched[row], row_bytes);
+        for (; step < num_steps * (row + 1) / LANE_KEY_TOKENS; ++step) multiply(step);
+      }
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+      for (int t = 0; t < LANE_KEY_TOKENS; t += 4) {
+        Isa::store(score + v * TOKENS / 4 * WIDTH + t / 4 * WIDTH,
+                   Isa::sum_quads(dot[v][t], dot[v][t + 1], dot[v][t + 2], dot[v][t + 3]));
       }
     }
   }

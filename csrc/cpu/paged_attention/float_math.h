@@ -34,6 +34,10 @@ struct FloatMath {
   static constexpr bool HAS_WHOLE_WEIGHTS = false;
   static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }
+  // Four dwords in every lane of 128 bits.
+  static Operand load_in_lanes(const uint32_t* p) {
+    return Isa::load_in_lanes(reinterpret_cast<const float*>(p));
+  }
   static void store_dwords(uint32_t* p, Operand x) { Isa::store(reinterpret_cast<float*>(p), x); }
   static Operand broadcast(const uint32_t* p) { return Isa::set(*reinterpret_cast<const float*>(p)); }
   static Float multiply_add(Operand a, Operand b, Float c) { return Isa::fma(a, b, c); }

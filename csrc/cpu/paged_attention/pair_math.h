@@ -96,6 +96,9 @@ struct PairMath {
   static constexpr bool HAS_WHOLE_WEIGHTS = false;
   static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static Operand load_in_lanes(const uint32_t* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static void store_dwords(uint32_t* p, Operand x) { _mm512_storeu_si512(p, x); }
   static Operand broadcast(const uint32_t* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
   static Float multiply_add(Operand a, Operand b, Float c) {

@@ -21,6 +21,9 @@ struct Avx2 {
 
   static Float set(float x) { return _mm256_set1_ps(x); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
+  static Float load_in_lanes(const float* p) {
+    return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p));
+  }
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
   static float first_lane(Float x) { return _mm256_cvtss_f32(x); }
   static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }

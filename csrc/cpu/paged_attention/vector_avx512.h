@@ -21,6 +21,8 @@ struct Avx512 {
 
   static Float set(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
+  // 16 bytes in every lane of 128 bits.
+  static Float load_in_lanes(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
   static float first_lane(Float x) { return _mm512_cvtss_f32(x); }
   static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
