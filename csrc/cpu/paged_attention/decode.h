@@ -1,12 +1,13 @@
 // A task of few rows that all see the same keys: the query heads of one KV head, or of several, at one token.
 //
-// Vectors run along head_dim, so that K and V are used as they lie in the cache, unpacked and once. A score
-// vector is split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row: a register of K against a
-// register of Q. Otherwise each lane has a row of its own: 16 bytes of K in every lane against 16 bytes of
-// each row's Q, so that sums over lanes, which cost as much as the products, are not needed. Either way 4
-// tokens make up a quad, in which the sums over the 4 dwords of a lane end. The softmax step works on vectors
-// of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a few vectors of
-// head_dim.
+// Vectors run along head_dim, so that K and V are used as they lie in the cache, and once. A score vector is
+// split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row: a register of K against a register
+// of Q. Otherwise each lane has a row of its own: 16 bytes of K in every lane against 16 bytes of each row's
+// Q, so that sums over lanes, which cost as much as the products, are not needed. Where K must be widened
+// first, that costs more, so it is widened in registers, once for all rows, and sums over lanes are made.
+// Either way 4 tokens make up a quad, in which the sums over the 4 dwords of a lane end. The softmax step
+// works on vectors of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a
+// few vectors of head_dim.
 //
 // Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Random pieces of memory come at
 // half the speed of a stream, so a task takes the heads that lie side by side, and while it works on a tile
@@ -32,14 +33,13 @@ class Decode {
   using Isa = typename Math::Isa;
   using Cache = typename Math::Cache;
   using Float = typename Isa::Float;
-  using Operand = typename Math::Operand;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
   using Products = DecodeProducts<Math, LANE_ROWS>;
   using Item = typename Products::Item;
   static constexpr int TOKENS = Products::TOKENS;
   static constexpr int LANE_TOKENS = Products::LANE_TOKENS;
-  static constexpr int KEY_TOKENS = Products::KEY_TOKENS, KEY_VECTORS = Products::KEY_VECTORS;
+  static constexpr int KEY_VECTORS = Products::KEY_VECTORS;
   static constexpr int ROWS = Isa::DECODE_ROWS;
   static constexpr int64_t AHEAD_BYTES =
       128 * 1024;  // of K and V that are fetched ahead: they and a tile are in the L2 cache
@@ -58,7 +58,7 @@ class Decode {
     num_vectors_ = static_cast<int>(ceil_div(group_, LANE_ROWS));
     key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
-    copies_keys_ = !Math::IS_STORED || p.head_dim % (Products::LINE_DWORDS * PACK) != 0;
+    keys_are_operands_ = Math::IS_STORED && p.head_dim % (Products::LINE_DWORDS * PACK) == 0;
     // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
     const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
     heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
@@ -70,7 +70,6 @@ class Decode {
     Arena arena(memory);
     query_ = arena.take<uint32_t>(num_vectors * LANE_ROWS * key_dwords_);
     query_row_ = arena.take<uint32_t>(key_dwords_);
-    copied_keys_ = arena.take<uint32_t>(KEY_TOKENS * key_dwords_);
     acc_ = arena.take<float>(num_rows * padded_value_dim_);
     largest_ = arena.take<float>(num_vectors * WIDTH);
     sum_ = arena.take<float>(num_vectors * WIDTH);
@@ -133,10 +132,15 @@ class Decode {
         const int64_t vector = head * num_vectors_ + row / LANE_ROWS, lane = row % LANE_ROWS;
         const int64_t head_idx = (task_.kv_head_idx + head) * group_ + row;
         load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK, query_row_);
-        constexpr int PIECE = LANE_ROWS == 1 ? WIDTH : 4;
-        uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * PIECE;
-        for (int i = 0; i < key_dwords_; i += PIECE) {
-          std::memcpy(query + i * LANE_ROWS, query_row_ + i, PIECE * sizeof(uint32_t));
+        if (keys_are_operands_) {
+          constexpr int PIECE = LANE_ROWS == 1 ? WIDTH : 4;
+          uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * PIECE;
+          for (int i = 0; i < key_dwords_; i += PIECE) {
+            std::memcpy(query + i * LANE_ROWS, query_row_ + i, PIECE * sizeof(uint32_t));
+          }
+        } else {
+          std::memcpy(query_ + (vector * LANE_ROWS + lane) * key_dwords_, query_row_,
+                      key_dwords_ * sizeof(uint32_t));
         }
         if (p_.alibi_slopes == nullptr) continue;
         std::fill_n(slope_ + vector * WIDTH + lane * LANE_TOKENS, LANE_TOKENS, p_.alibi_slopes[head_idx]);
@@ -184,17 +188,23 @@ class Decode {
     // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
-    alignas(64) float factor[MAX_VECTORS * WIDTH];
-    const uint32_t* query = query_ + head * num_vectors_ * LANE_ROWS * key_dwords_;
-    int vector = 0;
-    for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
-      multiply_keys<KEY_VECTORS>(item, fetched, query, vector, score);
+    alignas(64) float fade[MAX_VECTORS * WIDTH], unit[MAX_VECTORS * WIDTH], weights[MAX_VECTORS * WIDTH];
+    if (keys_are_operands_) {
+      int vector = 0;
+      for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
+        multiply_stored_keys<KEY_VECTORS>(item, fetched, head, vector, score);
+      }
+      for (; vector < num_vectors_; ++vector) multiply_stored_keys<1>(item, fetched, head, vector, score);
+    } else {
+      for (int row = 0; row < group_; row += Products::KEY_ROWS) {
+        multiply_keys(item, fetched, head, row, score[row / LANE_ROWS][0]);
+      }
     }
-    for (; vector < num_vectors_; ++vector) multiply_keys<1>(item, fetched, query, vector, score);
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int i = 0; i < num_vectors_; ++i) {
       weigh(head * num_vectors_ + i, rule, token, item.num_tokens, score[i],
-            weight + i * Products::WEIGHT_VECTOR_STRIDE, factor + i * WIDTH);
+            weight + i * Products::WEIGHT_VECTOR_STRIDE, fade + i * WIDTH, unit + i * WIDTH,
+            weights + i * WIDTH);
     }
     int num_passes = 0;
     for (int row = 0; row < group_; row += ROWS) {
@@ -204,11 +214,12 @@ class Decode {
     for (int row = 0; row < group_; row += ROWS) {
       const uint32_t* row_weight = weight + row / LANE_ROWS * Products::WEIGHT_VECTOR_STRIDE +
                                    row % LANE_ROWS * Products::WEIGHT_ROW_STRIDE;
-      const float* row_factor = factor + row * LANE_TOKENS;
+      const int64_t terms = row * LANE_TOKENS;
       float* acc = acc_ + (head * group_ + row) * padded_value_dim_;
       const int num_rows = min_of(ROWS, group_ - row);
       const auto values = [&]<int NUM_ROWS>() {
-        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight, row_factor, acc,
+        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight,
+                                                     {fade + terms, unit + terms, weights + terms}, acc,
                                                      padded_value_dim_, p_.value_head_dim);
       };
       if (num_rows == 1) values.template operator()<1>();
@@ -220,45 +231,47 @@ class Decode {
     }
   }
 
-  // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords.
+  // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords. The
+  // first call fetches.
   template <int VECTORS>
-  void multiply_keys(const Item& item, const Item& fetched, const uint32_t* query, int vector,
-                     float (*score)[TOKENS / 4][WIDTH]) {
-    const auto num_lines = static_cast<int>(ceil_div(p_.head_dim, Products::LINE_DWORDS * PACK));
-    const int64_t row_bytes = vector == 0 ? p_.head_dim * sizeof(Cache) : 0;
-    // Longer keys leave the loop's own instructions enough time: memory binds.
-    const auto key_tile = LANE_ROWS > 1 && num_lines == 2 ? &Products::template key_tile<VECTORS, 2>
-                                                          : &Products::template key_tile<VECTORS, 0>;
-    for (int token = 0; token < item.num_padded; token += KEY_TOKENS) {
-      const uint32_t* keys[KEY_TOKENS];
-      if (vector == 0) fetch_again(item, token);
-      for (int t = 0; t < KEY_TOKENS; ++t) {
-        keys[t] = copies_keys_ ? copy_key(item.key[token + t], copied_keys_ + t * key_dwords_)
-                               : reinterpret_cast<const uint32_t*>(item.key[token + t]);
+  void multiply_stored_keys(const Item& item, const Item& fetched, int64_t head, int vector,
+                            float (*score)[TOKENS / 4][WIDTH]) const {
+    if constexpr (Math::IS_STORED) {
+      const auto num_lines = static_cast<int>(p_.head_dim / (Products::LINE_DWORDS * PACK));
+      const int64_t row_bytes = vector == 0 ? p_.head_dim * sizeof(Cache) : 0;
+      // Longer keys leave the loop's own instructions enough time: memory binds.
+      const auto key_tile = LANE_ROWS > 1 && num_lines == 2 ? &Products::template key_tile<VECTORS, 2>
+                                                            : &Products::template key_tile<VECTORS, 0>;
+      const uint32_t* query = query_ + (head * num_vectors_ + vector) * LANE_ROWS * key_dwords_;
+      constexpr int TILE = Products::LANE_KEY_TOKENS;
+      for (int token = 0; token < item.num_padded; token += TILE) {
+        const uint32_t* keys[TILE];
+        if (vector == 0) {
+          Products::template fetch_again<TILE>(item, token, p_.head_dim, p_.value_head_dim);
+        }
+        for (int t = 0; t < TILE; ++t) keys[t] = reinterpret_cast<const uint32_t*>(item.key[token + t]);
+        key_tile(keys, fetched.key + token, row_bytes, num_lines, query, LANE_ROWS * key_dwords_,
+                 score[vector][token / 4]);
       }
-      key_tile(keys, fetched.key + token, row_bytes, num_lines, query + vector * LANE_ROWS * key_dwords_,
-               LANE_ROWS * key_dwords_, score[vector][token / 4]);
     }
   }
 
-  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
-  // get lost.
-  void fetch_again(const Item& item, int token) const {
-    const int next_keys = min_of(token + KEY_TOKENS, item.num_padded - KEY_TOKENS);
-    for (int t = 0; t < KEY_TOKENS; ++t) {
-      fetch_to_l1(item.key[next_keys + t], p_.head_dim * sizeof(Cache));
-      fetch_to_l1(item.value[token + t], p_.value_head_dim * sizeof(Cache));
+  // Scores of the rows from `row` on that a call of Products takes. The first call fetches.
+  void multiply_keys(const Item& item, const Item& fetched, int64_t head, int row, float* score) const {
+    const auto num_steps = static_cast<int>(ceil_div(p_.head_dim, Math::STEP));
+    const int64_t row_bytes = row == 0 ? p_.head_dim * int64_t{sizeof(Cache)} : 0;
+    const uint32_t* query = query_ + (head * num_vectors_ * LANE_ROWS + row) * key_dwords_;
+    const auto multiply = [&]<int NUM_ROWS>() {
+      Products::template multiply_keys<NUM_ROWS>(item, {fetched.key, row_bytes, num_steps}, p_.head_dim,
+                                                 p_.value_head_dim, query, key_dwords_, score);
+    };
+    const int num_rows = min_of(Products::KEY_ROWS, group_ - row);
+    if (num_rows == 1) multiply.template operator()<1>();
+    if (num_rows == 2) multiply.template operator()<2>();
+    if constexpr (Products::KEY_ROWS > 2) {
+      if (num_rows == 3) multiply.template operator()<3>();
+      if (num_rows == 4) multiply.template operator()<4>();
     }
-  }
-
-  // A key as operands.
-  const uint32_t* copy_key(const Cache* key, uint32_t* dwords) const {
-    for (int64_t dim = 0; dim < key_dwords_ * PACK; dim += Math::STEP) {
-      Operand x[Math::OPERANDS];
-      Math::load(key + dim, p_.head_dim - dim, x);
-      for (int i = 0; i < Math::OPERANDS; ++i) Math::store_dwords(dwords + dim / PACK + i * WIDTH, x[i]);
-    }
-    return dwords;
   }
 
   static Float token_iota() { return LANE_ROWS == 1 ? Isa::iota() : Isa::iota_in_lanes(); }
@@ -290,33 +303,49 @@ class Decode {
     }
   }
 
-  // The softmax step of a row vector: its weights, and the factors for what was summed before.
+  // The softmax step of a row vector: its weights, and the terms of Products::RowTerms.
   void weigh(int64_t vector, const ScoreRule<Isa>& rule, int32_t first_token, int num_tokens,
-             float (*score)[WIDTH], uint32_t* weight, float* factor) {
+             float (*score)[WIDTH], uint32_t* weight, float* fade, [[maybe_unused]] float* unit,
+             [[maybe_unused]] float* weights) {
     constexpr int VECTORS = TOKENS / LANE_TOKENS;
     if (LANE_ROWS == 1 || rule.adjusts || num_tokens < TOKENS) {
       finish_scores(rule, Isa::load(slope_ + vector * WIDTH), first_token, num_tokens, score);
     }
     Float x[VECTORS];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 0; i < VECTORS; ++i) x[i] = Isa::load(score[i * LANE_TOKENS / 4]);
     const Float before = Isa::load(largest_ + vector * WIDTH);
     Float largest = x[0];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int i = 1; i < VECTORS; ++i) largest = Isa::max(largest, x[i]);
-    largest = Isa::max(before, largest_of_rows(largest));
+    largest = largest_of_rows(largest);
+    // Whole weights are relative to the largest of their tile.
+    [[maybe_unused]] const Float of_tile = Isa::max(Isa::set(PartialRows::NO_SCORE), largest);
+    largest = Isa::max(before, largest);
+    const Float reference = Math::HAS_WHOLE_WEIGHTS ? of_tile : largest;
     const Float scale = Isa::set(rule.factor());
     Float sum = Isa::set(0.0f);
-#pragma GCC unroll 8
+    [[maybe_unused]] Float whole_sum = sum;
+#pragma GCC unroll 16
     for (int i = 0; i < VECTORS; ++i) {
-      const Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], largest), scale);
+      Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], reference), scale);
       sum = Isa::add(sum, y);
+      if constexpr (Math::HAS_WHOLE_WEIGHTS) {
+        y = Isa::round(Isa::mul(y, Isa::set(Math::LARGEST_WEIGHT)));
+        whole_sum = Isa::add(whole_sum, y);
+      }
       Math::pack_tokens(weight + i * WIDTH / PACK, y);
     }
-    const Float fade = exp2_of<Isa>(Isa::mul(Isa::sub(before, largest), scale));
-    Isa::store(factor, fade);
+    const Float old_fade = exp2_of<Isa>(Isa::mul(Isa::sub(before, largest), scale));
+    Isa::store(fade, old_fade);
+    if constexpr (Math::HAS_WHOLE_WEIGHTS) {
+      const Float of_largest = exp2_of<Isa>(Isa::mul(Isa::sub(reference, largest), scale));
+      Isa::store(unit, Isa::mul(of_largest, Isa::set(1.0f / Math::LARGEST_WEIGHT)));
+      Isa::store(weights, whole_sum);
+      sum = Isa::mul(sum, of_largest);
+    }
     Isa::store(largest_ + vector * WIDTH, largest);
-    Isa::store(sum_ + vector * WIDTH, Isa::fma(Isa::load(sum_ + vector * WIDTH), fade, sum));
+    Isa::store(sum_ + vector * WIDTH, Isa::fma(Isa::load(sum_ + vector * WIDTH), old_fade, sum));
   }
 
   void finish(float* partial_rows) {
@@ -329,7 +358,7 @@ class Decode {
       for (int64_t dim = 0; dim < p_.value_head_dim; dim += LOADED * WIDTH) {
         Float x[LOADED];
         for (int i = 0; i < LOADED; ++i) x[i] = Isa::load(acc_ + row * padded_value_dim_ + dim + i * WIDTH);
-        Math::restore_order(x);
+        Math::restore_values(x);
         for (int i = 0; i < LOADED; ++i) {
           const int64_t begin = dim + i * WIDTH;
           Isa::narrow(partial_rows + begin, Isa::mul(x[i], scale), p_.value_head_dim - begin);
@@ -356,15 +385,16 @@ class Decode {
   const AttentionTask& task_;
   int group_, num_vectors_;  // rows of a KV head, and vectors of them
   int key_dwords_;           // of a padded row
+  bool keys_are_operands_;   // as they lie in the cache; otherwise they are widened
   bool heads_lie_together_;  // in memory, those of a token; otherwise the tokens of a head
   int tile_tokens_;
   int64_t heads_ahead_;  // items between asking for one and working on it
-  bool copies_keys_;
   int64_t padded_value_dim_, memory_;
-  uint32_t* query_;        // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4]
-  uint32_t* query_row_;    // [key_dwords]
-  uint32_t* copied_keys_;  // [KEY_TOKENS, key_dwords]
-  float* acc_;             // [num_kv_heads * group, padded_value_dim], in the order of interleave
+  // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4], or with widened keys [.., LANE_ROWS,
+  // key_dwords]
+  uint32_t* query_;
+  uint32_t* query_row_;  // [key_dwords]
+  float* acc_;           // [num_kv_heads * group, padded_value_dim], in the order of load_values
   // [num_kv_heads, num_vectors, LANE_ROWS, LANE_TOKENS]: the largest score, sums, and ALiBi's slope
   float *largest_, *sum_, *slope_;
   float* whole_rows_;  // the partial rows of a task that has all keys

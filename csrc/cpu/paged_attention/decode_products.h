@@ -15,14 +15,16 @@ struct DecodeProducts {
   using Cache = typename Math::Cache;
   using Float = typename Isa::Float;
   using Operand = typename Math::Operand;
+  using Sum = typename Math::Sum;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
-  static constexpr int TOKENS = 32;                      // of an item, at most
-  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;  // of a vector of scores
+  static constexpr int TOKENS = sizeof(Cache) == 1 ? 64 : 32;  // of an item, at most
+  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;        // of a vector of scores
   static_assert(LANE_ROWS == 1 || LANE_TOKENS == 4);
-  // A register tile of scores: accumulators enough to keep the multipliers busy.
-  static constexpr int KEY_TOKENS = 8, KEY_VECTORS = WIDTH == 16 ? 2 : 1;
-  static constexpr int LINE_DWORDS = 16;  // of keys and queries: padded to whole cache lines
+  // Register tiles of scores: of multiply_keys, and of key_tile.
+  static constexpr int KEY_TOKENS = 4, KEY_ROWS = LANE_ROWS == 1 ? 2 : LANE_ROWS;
+  static constexpr int LANE_KEY_TOKENS = 8, KEY_VECTORS = WIDTH == 16 ? 2 : 1;
+  static constexpr int LINE_DWORDS = 16;  // of keys that key_tile takes: they are whole cache lines
   // Dwords of weights from a row vector to the next, and from a row to the next in it.
   static constexpr int WEIGHT_VECTOR_STRIDE = TOKENS * LANE_ROWS / PACK;
   static constexpr int WEIGHT_ROW_STRIDE = LANE_ROWS == 1 ? WEIGHT_VECTOR_STRIDE : LANE_TOKENS / PACK;
@@ -34,20 +36,108 @@ struct DecodeProducts {
     const Cache *key[TOKENS], *value[TOKENS];
   };
 
-  // score[v][token / 4] = the sums over each lane's dwords of query . key, for VECTORS vectors of rows and
-  // KEY_TOKENS tokens. Fetches as many rows of row_bytes, evenly and in the order of memory. NUM_LINES: of a
-  // key, where the compiler may know it and make one run of instructions of all; otherwise 0. Not inlined: in
-  // a function of its own, all operands find a register.
+  // Of rows: how much what was summed up before fades; for whole weights, also their unit and their sum.
+  // Those of a row that has several lie in the first lanes of its own.
+  struct RowTerms {
+    const float *fade, *unit, *weights;
+  };
+
+  // Rows that are fetched evenly over num_passes passes through as many tokens.
+  struct RowFetch {
+    const Cache* const* row;
+    int64_t row_bytes;
+    int num_passes, due = 0;
+
+    void step(int num_tokens) {
+      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
+    }
+  };
+
+  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
+  // get lost.
+  template <int TILE_TOKENS>
+  static void fetch_again(const Item& item, int token, int64_t num_dims, int64_t num_value_dims) {
+    const int next_keys = min_of(token + TILE_TOKENS, item.num_padded - TILE_TOKENS);
+    for (int t = 0; t < TILE_TOKENS; ++t) {
+      fetch_to_l1(item.key[next_keys + t], num_dims * sizeof(Cache));
+      fetch_to_l1(item.value[token + t], num_value_dims * sizeof(Cache));
+    }
+  }
+
+  // STEP dimensions of multiply_keys, or with WHOLE = false, those that are left.
+  template <bool WHOLE, int NUM_ROWS>
+  [[gnu::always_inline]] static void add_key_step(const Cache* const* keys, RowFetch& fetch, int64_t num_dims,
+                                                  int64_t dim, const uint32_t* query,
+                                                  int64_t query_row_stride,
+                                                  Float (&dot)[NUM_ROWS][KEY_TOKENS]) {
+    fetch.step(KEY_TOKENS);
+    Operand k[KEY_TOKENS][Math::OPERANDS];
+#pragma GCC unroll 4
+    for (int t = 0; t < KEY_TOKENS; ++t) {
+      Math::load_key(keys[t] + dim, WHOLE ? Math::STEP : num_dims - dim, k[t]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < Math::OPERANDS; ++i) {
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+        const Operand q = Math::load_dwords(query + row * query_row_stride + i * WIDTH);
+#pragma GCC unroll 4
+        for (int t = 0; t < KEY_TOKENS; ++t) dot[row][t] = Math::multiply_add(q, k[t][i], dot[row][t]);
+      }
+    }
+  }
+
+  // For keys that are widened, once for all rows. Scores of NUM_ROWS rows of queries for the item's tokens:
+  // score[row][token / 4] = the sums over each lane's dwords where a row has vectors of its own, otherwise
+  // score[token / 4] = a row a lane. Not inlined: in a function of its own, all operands find a register.
+  template <int NUM_ROWS>
+  [[gnu::noinline]] static void multiply_keys(const Item& item, RowFetch fetch, int64_t num_dims,
+                                              int64_t num_value_dims, const uint32_t* query,
+                                              int64_t query_row_stride, float* score) {
+    for (int token = 0; token < item.num_padded; token += KEY_TOKENS, score += WIDTH) {
+      if (fetch.row_bytes != 0) fetch_again<KEY_TOKENS>(item, token, num_dims, num_value_dims);
+      Float dot[NUM_ROWS][KEY_TOKENS];
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+#pragma GCC unroll 4
+        for (int t = 0; t < KEY_TOKENS; ++t) dot[row][t] = Isa::set(0.0f);
+      }
+      int64_t dim = 0;
+      const uint32_t* q = query;
+      for (; dim + Math::STEP <= num_dims; dim += Math::STEP, q += Math::OPERANDS * WIDTH) {
+        add_key_step<true>(item.key + token, fetch, num_dims, dim, q, query_row_stride, dot);
+      }
+      if (dim < num_dims)
+        add_key_step<false>(item.key + token, fetch, num_dims, dim, q, query_row_stride, dot);
+      Float sums[LANE_ROWS == 1 ? NUM_ROWS : LANE_ROWS];
+#pragma GCC unroll 4
+      for (int row = 0; row < NUM_ROWS; ++row) {
+        sums[row] = Isa::sum_quads(dot[row][0], dot[row][1], dot[row][2], dot[row][3]);
+        if (LANE_ROWS == 1) Isa::store(score + row * TOKENS / 4 * WIDTH, sums[row]);
+      }
+      if constexpr (LANE_ROWS > 1) {
+#pragma GCC unroll 4
+        for (int row = NUM_ROWS; row < LANE_ROWS; ++row) sums[row] = Isa::set(0.0f);
+        Isa::store(score, Isa::join_quads(sums));
+      }
+    }
+  }
+
+  // For keys that are used as they lie in the cache. score[v][token / 4] = the sums over each lane's dwords
+  // of query . key, for VECTORS vectors of rows and LANE_KEY_TOKENS tokens. Fetches as many rows of
+  // row_bytes, evenly and in the order of memory. NUM_LINES: of a key, where the compiler may know it and
+  // make one run of instructions of all; otherwise 0. Not inlined: in a function of its own, all operands
+  // find a register.
   template <int VECTORS, int NUM_LINES>
   [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
                                          int64_t row_bytes, int num_lines, const uint32_t* query,
                                          int query_vector_stride, float* score) {
     constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4, LINE_STEPS = LINE_DWORDS / STEP_DWORDS;
-    Float dot[VECTORS][KEY_TOKENS];
+    Float dot[VECTORS][LANE_KEY_TOKENS];
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 8
-      for (int t = 0; t < KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
+      for (int t = 0; t < LANE_KEY_TOKENS; ++t) dot[v][t] = Isa::set(0.0f);
     }
     const auto multiply = [&](int step) __attribute__((always_inline)) {
       Operand q[VECTORS];
@@ -55,7 +145,7 @@ struct DecodeProducts {
       for (int v = 0; v < VECTORS; ++v)
         q[v] = Math::load_dwords(query + v * query_vector_stride + step * WIDTH);
 #pragma GCC unroll 8
-      for (int t = 0; t < KEY_TOKENS; ++t) {
+      for (int t = 0; t < LANE_KEY_TOKENS; ++t) {
         const uint32_t* key = keys[t] + step * STEP_DWORDS;
         const Operand k = LANE_ROWS == 1 ? Math::load_dwords(key) : Math::load_in_lanes(key);
 #pragma GCC unroll 2
@@ -67,9 +157,9 @@ struct DecodeProducts {
       constexpr int ROW_LINES = max_of(1, NUM_LINES * PACK * int{sizeof(Cache)} / int{sizeof(uint32_t)});
 #pragma GCC unroll 16
       for (int step = 0; step < NUM_STEPS; ++step) {
-        const int end = (step + 1) * KEY_TOKENS * ROW_LINES / NUM_STEPS;
+        const int end = (step + 1) * LANE_KEY_TOKENS * ROW_LINES / NUM_STEPS;
 #pragma GCC unroll 8
-        for (int i = step * KEY_TOKENS * ROW_LINES / NUM_STEPS; i < end && row_bytes > 0; ++i) {
+        for (int i = step * LANE_KEY_TOKENS * ROW_LINES / NUM_STEPS; i < end && row_bytes > 0; ++i) {
           const char* row = reinterpret_cast<const char*>(fetched[i / ROW_LINES]);
           _mm_prefetch(row + i % ROW_LINES * 64, _MM_HINT_T1);
         }
@@ -77,18 +167,28 @@ struct DecodeProducts {
       }
     } else {
       const int num_steps = num_lines * LINE_STEPS;
-      for (int row = 0, step = 0; row < KEY_TOKENS; ++row) {
+      for (int row = 0, step = 0; row < LANE_KEY_TOKENS; ++row) {
         fetch_to_l2(fetched[row], row_bytes);
-        for (; step < num_steps * (row + 1) / KEY_TOKENS; ++step) multiply(step);
+        for (; step < num_steps * (row + 1) / LANE_KEY_TOKENS; ++step) multiply(step);
       }
     }
 #pragma GCC unroll 2
     for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 2
-      for (int t = 0; t < KEY_TOKENS; t += 4) {
+      for (int t = 0; t < LANE_KEY_TOKENS; t += 4) {
         Isa::store(score + v * TOKENS / 4 * WIDTH + t / 4 * WIDTH,
                    Isa::sum_quads(dot[v][t], dot[v][t + 1], dot[v][t + 2], dot[v][t + 3]));
       }
+    }
+  }
+
+  static Sum first_sum([[maybe_unused]] const RowTerms& terms, [[maybe_unused]] int row) {
+    if constexpr (Math::HAS_WHOLE_WEIGHTS) {
+      float weights = 0.0f;
+      for (int i = 0; i < LANE_TOKENS; ++i) weights += terms.weights[row * LANE_TOKENS + i];
+      return Math::first_sum(weights);
+    } else {
+      return Isa::set(0.0f);
     }
   }
 
@@ -102,48 +202,38 @@ struct DecodeProducts {
     return static_cast<int>(num_dims / many + ceil_div(num_dims % many, FEW_VALUES * WIDTH));
   }
 
-  // Rows that are fetched evenly over num_passes passes through as many tokens.
-  struct RowFetch {
-    const Cache* const* row;
-    int64_t row_bytes;
-    int num_passes, due = 0;
-
-    void step(int num_tokens) {
-      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
-    }
-  };
-
-  // acc[row] = acc[row] * factor + sum of weight * value. The item is summed up apart, so that a long context
+  // acc[row] = acc[row] * fade + sum of weight * value. The item is summed up apart, so that a long context
   // loses no digits to a running sum.
   template <int NUM_ROWS>
-  static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight, const float* factor,
-                              float* acc, int64_t acc_row_stride, int64_t num_dims) {
+  static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight,
+                              const RowTerms& terms, float* acc, int64_t acc_row_stride, int64_t num_dims) {
     constexpr int MANY = many_values(NUM_ROWS), FEW = FEW_VALUES;
     int64_t dim = 0;
     for (; dim + MANY * WIDTH <= num_dims; dim += MANY * WIDTH) {
-      value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
+      value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, terms, acc, acc_row_stride, num_dims, dim);
     }
     for (; dim < num_dims; dim += FEW * WIDTH) {
       if (dim + FEW * WIDTH <= num_dims) {
-        value_tile<NUM_ROWS, FEW, true>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
+        value_tile<NUM_ROWS, FEW, true>(item, fetch, weight, terms, acc, acc_row_stride, num_dims, dim);
       } else {
-        value_tile<NUM_ROWS, FEW, false>(item, fetch, weight, factor, acc, acc_row_stride, num_dims, dim);
+        value_tile<NUM_ROWS, FEW, false>(item, fetch, weight, terms, acc, acc_row_stride, num_dims, dim);
       }
     }
   }
 
   template <int NUM_ROWS, int VECTORS, bool WHOLE>
   [[gnu::noinline]] static void value_tile(const Item& item, RowFetch& item_fetch, const uint32_t* weight,
-                                           const float* factor, float* acc, int64_t acc_row_stride,
+                                           const RowTerms& terms, float* acc, int64_t acc_row_stride,
                                            int64_t num_dims, int64_t dim) {
     RowFetch fetch = item_fetch;
     constexpr int LOADED = Math::OPERANDS * PACK;  // vectors of one load of PACK tokens
     static_assert(VECTORS % LOADED == 0);
-    Float sum[NUM_ROWS][VECTORS];
+    Sum sum[NUM_ROWS][VECTORS];
 #pragma GCC unroll 4
     for (int row = 0; row < NUM_ROWS; ++row) {
+      const Sum first = first_sum(terms, row);
 #pragma GCC unroll 8
-      for (int i = 0; i < VECTORS; ++i) sum[row][i] = Isa::set(0.0f);
+      for (int i = 0; i < VECTORS; ++i) sum[row][i] = first;
     }
     for (int token = 0; token < item.num_padded; token += PACK) {
       fetch.step(PACK);
@@ -151,13 +241,7 @@ struct DecodeProducts {
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS / LOADED; ++i) {
         const int64_t begin = dim + i * Math::STEP;
-        Operand loaded[PACK][Math::OPERANDS];
-#pragma GCC unroll 2
-        for (int t = 0; t < PACK; ++t) {
-          const int64_t count = WHOLE ? Math::STEP : num_dims - begin;
-          Math::load(item.value[token + t] + begin, count, loaded[t]);
-        }
-        Math::interleave(loaded, x[i]);
+        Math::load_values(item.value + token, begin, WHOLE ? Math::STEP : num_dims - begin, x[i]);
       }
 #pragma GCC unroll 4
       for (int row = 0; row < NUM_ROWS; ++row) {
@@ -165,7 +249,7 @@ struct DecodeProducts {
                                           row % LANE_ROWS * WEIGHT_ROW_STRIDE);
 #pragma GCC unroll 8
         for (int i = 0; i < VECTORS; ++i) {
-          sum[row][i] = Math::multiply_add(x[i / LOADED][i % LOADED], w, sum[row][i]);
+          sum[row][i] = Math::add_value(x[i / LOADED][i % LOADED], w, sum[row][i]);
         }
       }
       // The next tokens' weights are the next dword, or lie in the next vector of them.
@@ -176,10 +260,16 @@ struct DecodeProducts {
 #pragma GCC unroll 4
     for (int row = 0; row < NUM_ROWS; ++row) {
       float* row_acc = acc + row * acc_row_stride + dim;
-      const Float row_factor = Isa::set(factor[row * LANE_TOKENS]);
+      const Float fade = Isa::set(terms.fade[row * LANE_TOKENS]);
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; ++i) {
-        Isa::store(row_acc + i * WIDTH, Isa::fma(Isa::load(row_acc + i * WIDTH), row_factor, sum[row][i]));
+        Float added;
+        if constexpr (Math::HAS_WHOLE_WEIGHTS) {
+          added = Isa::mul(Math::to_float(sum[row][i]), Isa::set(terms.unit[row * LANE_TOKENS]));
+        } else {
+          added = sum[row][i];
+        }
+        Isa::store(row_acc + i * WIDTH, Isa::fma(Isa::load(row_acc + i * WIDTH), fade, added));
       }
     }
   }

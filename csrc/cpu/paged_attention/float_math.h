@@ -25,6 +25,14 @@ struct FloatMath {
 
   // `count` elements of a row from p on (all of STEP where there are more), zero beyond them.
   static void load(const Cache* p, int64_t count, Operand (&x)[1]) { x[0] = Isa::widen(p, count); }
+  static void load_key(const Cache* p, int64_t count, Operand (&x)[1]) { load(p, count, x); }
+  static void load_values(const Cache* const* rows, int64_t begin, int64_t count, Operand (&x)[1]) {
+    load(rows[0] + begin, count, x);
+  }
+  static void restore_values(Operand (&)[1]) {}
+  using Sum = Float;  // of values times weights
+  static constexpr bool HAS_WHOLE_WEIGHTS = false;
+  static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }
   // Four dwords in every lane of 128 bits.
   static Operand load_in_lanes(const uint32_t* p) {
@@ -71,6 +79,10 @@ struct FloatMathOf {
   template <class Body>
   static void dispatch(const PagedAttentionParams& p, Body&& body) {
     dispatch_dtype(p.cache_dtype, [&]<class Cache>() { body.template operator()<FloatMath<Isa, Cache>>(); });
+  }
+  template <class Body>
+  static void dispatch_decode(const PagedAttentionParams& p, Body&& body) {
+    dispatch(p, body);
   }
 };
 

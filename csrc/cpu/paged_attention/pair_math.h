@@ -25,6 +25,7 @@ constexpr WideningTable make_widening_table() {
     table.low[i] = static_cast<uint8_t>(wide.bits);
     table.high[i] = static_cast<uint8_t>(wide.bits >> 8);
   }
+  if (std::is_same_v<Cache, int8_t>) table.high[0] = 0x43;  // -128: see widen
   return table;
 }
 
@@ -63,11 +64,37 @@ struct PairMath {
   }
   template <class Byte>
   static void load(const Byte* p, int64_t count, Operand (&x)[2]) {
-    const __m512i bytes = count >= 64
-                              ? _mm512_loadu_si512(p)
-                              : _mm512_maskz_loadu_epi8(count <= 0 ? 0 : (uint64_t{1} << count) - 1, p);
-    widen(bytes, x);
+    // Quads in the order that makes widen's work on 128-bit lanes come out in order.
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    widen(_mm512_permutexvar_epi64(order, load_bytes(p, count)), x);
   }
+  // What keys and queries are multiplied by: in an order of their own.
+  static void load_key(const Cache* p, int64_t count, Operand (&x)[OPERANDS]) {
+    if constexpr (OPERANDS == 1) {
+      load(p, count, x);
+    } else {
+      widen(load_bytes(p, count), x);
+    }
+  }
+  // Pairs of two tokens' values, from element `begin` of their rows on.
+  static void load_values(const Cache* const* rows, int64_t begin, int64_t count,
+                          Operand (&x)[2 * OPERANDS]) {
+    if constexpr (OPERANDS == 1) {
+      Operand tokens[2][1];
+      load(rows[0] + begin, count, tokens[0]);
+      load(rows[1] + begin, count, tokens[1]);
+      interleave(tokens, x);
+    } else {
+      const __m512i first = load_bytes(rows[0] + begin, count), second = load_bytes(rows[1] + begin, count);
+      Operand low[2], high[2];
+      widen(_mm512_unpacklo_epi8(first, second), low);
+      widen(_mm512_unpackhi_epi8(first, second), high);
+      x[0] = low[0], x[1] = low[1], x[2] = high[0], x[3] = high[1];
+    }
+  }
+  using Sum = Float;  // of values times weights
+  static constexpr bool HAS_WHOLE_WEIGHTS = false;
+  static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static Operand load_in_lanes(const uint32_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -98,6 +125,20 @@ struct PairMath {
     }
   }
 
+  // Undoes the order of load_values: of 8-bit elements, x[i] holds dimensions 4 * i to 4 * i + 3 of each 16.
+  static void restore_values(Float (&x)[2 * OPERANDS]) {
+    if constexpr (OPERANDS == 1) {
+      restore_order(x);
+    } else {
+      const Float a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+      const Float c = _mm512_shuffle_f32x4(x[2], x[3], 0x44), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+      x[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+      x[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+      x[2] = _mm512_shuffle_f32x4(b, d, 0x88);
+      x[3] = _mm512_shuffle_f32x4(b, d, 0xdd);
+    }
+  }
+
   // Pairs, rounded: `low` in the low halves of the dwords.
   static Operand pack(Float low, Float high) {
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(high, low);
@@ -113,11 +154,19 @@ struct PairMath {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(weight));
   }
 
+  // In the order of load_key.
   static void load_query(const bfloat16* query, int64_t head_dim, int64_t padded_dim, uint32_t* dwords) {
-    for (int64_t i = 0; i < padded_dim; i += 32) {
-      Operand x[1];
-      load(query + i, head_dim - i, x);
-      store_dwords(dwords + i / 2, x[0]);
+    for (int64_t i = 0; i < padded_dim; i += 64) {
+      Operand first[1], second[1];
+      load(query + i, head_dim - i, first);
+      load(query + i + 32, head_dim - i - 32, second);
+      if constexpr (OPERANDS == 2) {
+        const Operand low = first[0], high = second[0];
+        first[0] = _mm512_shuffle_i32x4(low, high, 0x88);
+        second[0] = _mm512_shuffle_i32x4(low, high, 0xdd);
+      }
+      store_dwords(dwords + i / 2, first[0]);
+      store_dwords(dwords + i / 2 + 16, second[0]);
     }
   }
 
@@ -137,26 +186,62 @@ struct PairMath {
   }
   static uint32_t without_element(uint32_t dword, int i) { return dword & (i == 0 ? 0xffff0000u : 0xffffu); }
 
- private:
-  // 64 bytes to 2 x 32 bfloat16: the sign is the top bit, the magnitude indexes the table.
+ protected:
+  static __m512i load_bytes(const void* p, int64_t count) {
+    return count >= 64 ? _mm512_loadu_si512(p)
+                       : _mm512_maskz_loadu_epi8(count <= 0 ? 0 : (uint64_t{1} << count) - 1, p);
+  }
+
+  // 64 bytes to 2 x 32 bfloat16: the sign is the top bit, the magnitude indexes the table. Of each 128-bit
+  // lane the first 8 bytes go to x[0].
   static void widen(__m512i bytes, Operand (&x)[2]) {
     constexpr const WideningTable& table = WIDENING_TABLE<Cache>;
-    // Quads in the order that makes unpack's work on 128-bit lanes come out in order.
-    const __m512i quads = _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), bytes);
-    __m512i index = quads;
-    if constexpr (std::is_same_v<Cache, int8_t>) index = _mm512_abs_epi8(quads);
-    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low.data()), index,
-                                                 _mm512_load_si512(table.low.data() + 64));
-    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high.data()), index,
-                                            _mm512_load_si512(table.high.data() + 64));
+    __m512i index = bytes;
+    if constexpr (std::is_same_v<Cache, int8_t>) index = _mm512_abs_epi8(bytes);
+    const auto look_up = [&](const std::array<uint8_t, 128>& bits) {
+      return _mm512_permutex2var_epi8(_mm512_load_si512(bits.data()), index,
+                                      _mm512_load_si512(bits.data() + 64));
+    };
+    const __m512i low = look_up(table.low);
+    __m512i high = look_up(table.high);
     if constexpr (std::is_same_v<Cache, int8_t>) {
-      // The magnitude of -128 does not fit 7 bits: the table answered for 0. bfloat16 128 is 0x4300.
-      high = _mm512_mask_mov_epi8(high, _mm512_cmpeq_epi8_mask(quads, _mm512_set1_epi8(-128)),
-                                  _mm512_set1_epi8(0x43));
+      // Of the magnitude of -128 the table sees 0, for which it has the bits of 128.
+      high = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(bytes, bytes), high);
     }
-    high = _mm512_ternarylogic_epi32(high, quads, _mm512_set1_epi8(-128), 0xf8);  // high | (quads & sign)
+    high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8);  // high | (bytes & sign)
     x[0] = _mm512_unpacklo_epi8(low, high);
     x[1] = _mm512_unpackhi_epi8(low, high);
+  }
+};
+
+// int8 values are whole numbers: they are not widened to bfloat16, and weights are whole numbers too, in
+// units of the largest of a row's in the tile (AVX-512 VNNI). For decode.h.
+struct WholeMath : PairMath<int8_t> {
+  using Sum = __m512i;
+  static constexpr bool HAS_WHOLE_WEIGHTS = true;
+  static constexpr float LARGEST_WEIGHT = 32767.0f;
+
+  // Values + 128, which are words without a sign to extend.
+  static void load_values(const int8_t* const* rows, int64_t begin, int64_t count, Operand (&x)[4]) {
+    const __m512i offset = _mm512_set1_epi8(-128), zero = _mm512_setzero_si512();
+    const __m512i first = _mm512_xor_si512(load_bytes(rows[0] + begin, count), offset);
+    const __m512i second = _mm512_xor_si512(load_bytes(rows[1] + begin, count), offset);
+    const __m512i low = _mm512_unpacklo_epi8(first, second), high = _mm512_unpackhi_epi8(first, second);
+    x[0] = _mm512_unpacklo_epi8(low, zero);
+    x[1] = _mm512_unpackhi_epi8(low, zero);
+    x[2] = _mm512_unpacklo_epi8(high, zero);
+    x[3] = _mm512_unpackhi_epi8(high, zero);
+  }
+  // What undoes the + 128, of the sum of a row's weights.
+  static Sum first_sum(float weights) {
+    return _mm512_slli_epi32(_mm512_cvtps_epi32(_mm512_set1_ps(-weights)), 7);
+  }
+  static Sum add_value(Operand value, Operand weight, Sum sum) {
+    return _mm512_dpwssd_epi32(sum, value, weight);
+  }
+  static Float to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
+  static void pack_tokens(uint32_t* p, Float weight) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(weight)));
   }
 };
 
