@@ -132,15 +132,10 @@ class Decode {
         const int64_t vector = head * num_vectors_ + row / LANE_ROWS, lane = row % LANE_ROWS;
         const int64_t head_idx = (task_.kv_head_idx + head) * group_ + row;
         load_query_row<Math>(p_, task_.query_begin, head_idx, key_dwords_ * PACK, query_row_);
-        if (keys_are_operands_) {
-          constexpr int PIECE = LANE_ROWS == 1 ? WIDTH : 4;
-          uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * PIECE;
-          for (int i = 0; i < key_dwords_; i += PIECE) {
-            std::memcpy(query + i * LANE_ROWS, query_row_ + i, PIECE * sizeof(uint32_t));
-          }
-        } else {
-          std::memcpy(query_ + (vector * LANE_ROWS + lane) * key_dwords_, query_row_,
-                      key_dwords_ * sizeof(uint32_t));
+        const int piece = !keys_are_operands_ ? key_dwords_ : LANE_ROWS == 1 ? WIDTH : 4;
+        uint32_t* query = query_ + vector * LANE_ROWS * key_dwords_ + lane * piece;
+        for (int i = 0; i < key_dwords_; i += piece) {
+          std::memcpy(query + i * LANE_ROWS, query_row_ + i, piece * sizeof(uint32_t));
         }
         if (p_.alibi_slopes == nullptr) continue;
         std::fill_n(slope_ + vector * WIDTH + lane * LANE_TOKENS, LANE_TOKENS, p_.alibi_slopes[head_idx]);
