@@ -13,7 +13,8 @@ from pagedkv.generation import Request
 
 NUM_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "80"))
 NUM_CHECKED = 50
-MAX_GROWTH = 64 << 20  # bytes; a short run is hardly warm, and freed memory stays with the process in part
+# Bytes. A short run is hardly warm, and freed memory stays with the process in part.
+MAX_GROWTH = (32 if NUM_REQUESTS >= 1000 else 64) << 20
 
 
 def own_bytes() -> int:
