@@ -152,6 +152,46 @@ def test_examples_of_the_cache_page_run() -> None:
     assert result.failed == 0
 
 
+class Layer:
+    """Stands in for a layer of somebody's model."""
+
+    def qkv(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Two heads of 16 each."""
+        assert len(positions) == len(x)
+        states = x.view(len(x), 2, 16)
+        return states, states.clone(), states.clone()
+
+    def rest(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The residual alone."""
+        return x + out.flatten(1)
+
+
+def test_code_of_the_generation_page_runs() -> None:
+    """With small stand-ins for what the reader has: a model, a tokenizer, layers, a cache."""
+    embedding = torch.nn.Embedding(64, 32)
+    key_cache, value_cache = torch.randn(2, 8, 16, 2, 16)
+    scope: dict[str, Any] = {
+        "pagedkv": pagedkv,
+        "torch": torch,
+        "model": small_model(""),
+        "tokenizer": Tokenizer(),
+        "token_ids": [1, 2, 3],
+        **{"num_layers": 2, "num_kv_heads": 2, "head_dim": 16},
+        **{"embedding": embedding, "layers": [Layer(), Layer()], "head": torch.nn.Linear(32, 64)},
+        **{"q": torch.randn(2, 1, 4, 16), "k": torch.randn(2, 1, 2, 16), "v": torch.randn(2, 1, 2, 16)},
+        **{"k_cache": key_cache, "v_cache": value_cache},
+        **{"lens": torch.tensor([5, 20], dtype=torch.int32), "table": torch.arange(8).int().view(2, 4)},
+    }
+    blocks = code_blocks((ROOT / "docs" / "generation.md").read_text(), "python")
+    assert len(blocks) == 3
+    for block in blocks:
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(block, "generation.md", "exec"), scope)
+    (request,) = scope["generator"].generate([[1, 2, 3]], max_new_tokens=2)
+    assert len(request.completions[0].token_ids) == 2
+    assert scope["out"].shape == scope["q"].shape
+
+
 def test_quick_start_of_the_readme_is_short() -> None:
     lines = [line for line in code_blocks(README, "python")[0].splitlines() if line.strip()]
     assert len(lines) <= 12
