@@ -22,7 +22,7 @@ from pagedkv.generation.requests import (
     draws_of,
 )
 from pagedkv.generation.sampling import draw_token, greedy_tokens, log_probability
-from pagedkv.generation.scheduling import Branch, GeneratorStats, Scheduler
+from pagedkv.generation.scheduling import Branch, GeneratorStats, Scheduler, blocks_alone
 
 Model = Callable[[Tensor, Tensor, Batch], Tensor]
 
@@ -162,9 +162,8 @@ class Generator:
             raise ValueError("the prompt is empty; it needs at least one token")
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: make the Generator with tokenizer=")
-        # The last new token is not stored. Layers with a window need less, at most.
-        num_blocks = -(-(len(token_ids) + sampling.max_new_tokens - 1) // self.cache.block_size)
-        num_blocks *= self.cache._groups.windows.count(0)
+        num_tokens = len(token_ids) + sampling.max_new_tokens - 1  # the last new one is not stored
+        num_blocks = blocks_alone(num_tokens, self.cache.block_size, self.cache._groups.windows)
         if num_blocks > self.cache.num_blocks:
             raise ValueError(
                 f"a prompt of {len(token_ids)} tokens and max_new_tokens={sampling.max_new_tokens} take "

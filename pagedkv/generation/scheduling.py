@@ -152,11 +152,23 @@ class Scheduler:
             try:
                 return branches, counts, self._cache.batch(sequences, counts)
             except OutOfMemoryError:
-                if len(self.running) == 1:
+                if self._release_passed_blocks():
+                    continue
+                if len(self.running) > 1:
+                    self._preempt(max(self.running, key=lambda branch: branch.order))
+                    branches, counts = self._schedule()
+                elif counts[0] > 1:
+                    counts[0] //= 2  # of a shorter piece less lies in a window
+                else:
                     raise
-                self._preempt(max(self.running, key=lambda branch: branch.order))
-                branches, counts = self._schedule()
         return [], [], None
+
+    def _release_passed_blocks(self) -> bool:
+        """Give back now what windows have passed, not only with the next batch; whether there was any."""
+        num_used = self._cache.stats().num_used
+        sequences = [branch.sequence for branch in self.running if branch.sequence is not None]
+        self._cache.commit(self._cache.batch(sequences, [0] * len(sequences)))
+        return self._cache.stats().num_used < num_used
 
     def _schedule(self) -> tuple[list[Branch], list[int]]:
         """Every branch that decodes, and pieces of prompts as far as the budget goes.
@@ -245,6 +257,21 @@ class Scheduler:
         if branch.sequence is not None:
             branch.sequence.free()
         branch.sequence, branch.num_computed, branch.num_shared = None, 0, 0
+
+
+def blocks_alone(num_tokens: int, block_size: int, windows: Iterable[int]) -> int:
+    """How many blocks are enough to store so many tokens of one sequence, in pieces if need be.
+
+    Args:
+        num_tokens: that are stored in the end.
+        block_size: of the cache.
+        windows: of each group of layers, 0 where it sees all tokens.
+    """
+    num_blocks = -(-num_tokens // block_size)
+    return sum(
+        num_blocks if window == 0 else min(num_blocks, -(-(window - 1) // block_size) + 1)
+        for window in windows
+    )
 
 
 def expected_growth(
