@@ -101,6 +101,12 @@ def run_row(
     contenders = {name: in_turn(calls[name]) for name, relative in errors.items() if relative is not None}
     readers = [roofs.reader([key.transpose(1, 2), value.transpose(1, 2)]) for key, value in pools["HND"]]
     contenders["read roof"] = in_turn(readers)
+    if is_decode(row):
+        pages = [
+            roofs.page_reader(list(pool), table)
+            for pool, table in zip(pools["HND"], case.block_tables, strict=True)
+        ]
+        contenders["page roof"] = in_turn(pages)
     contenders["GEMM roof"] = roofs.gemm(case.query.dtype)
     samples = timing.measure(contenders, rounds, torch.device("cpu"), MAX_SECONDS, tick)
     return Result(samples, {name: relative for name, relative in errors.items() if relative is not None})
@@ -136,7 +142,11 @@ def print_row(row: Row, result: Result) -> None:
         )
     gigabytes = row.shape.kv_bytes / result.seconds("read roof") / 1e9
     gigaflops = roofs.GEMM_FLOPS / result.seconds("GEMM roof") / 1e9
-    print(f"  roofs: read {gigabytes:.1f} GB/s, GEMM {gigaflops:.0f} GFLOP/s")
+    pages = ""
+    if "page roof" in result.samples:
+        paged = row.shape.kv_bytes / result.seconds("page roof") / 1e9
+        pages = f", pages in order {paged:.1f} GB/s ({result.ratio('page roof', best):.0%} used)"
+    print(f"  roofs: read {gigabytes:.1f} GB/s{pages}, GEMM {gigaflops:.0f} GFLOP/s")
 
 
 def judge(results: dict[str, Result], rows: list[Row]) -> list[dict[str, Any]]:

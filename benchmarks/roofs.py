@@ -43,6 +43,50 @@ uint64_t read_bytes(const char* data, size_t num_bytes, int num_threads) {
   }
   return total;
 }
+
+/* The pages in their order, each thread a share of them. Hardware does not know which page is the next
+   one: lines are asked for FAR ahead, into the L2 cache, and SOON before their use into the L1 cache. */
+enum { FAR = 128 * 1024, SOON = 1024 };
+
+typedef struct {
+  size_t page, byte;
+} Place;
+
+static Place place_at(size_t begin, size_t byte, size_t page_bytes) {
+  return (Place){begin + byte / page_bytes, byte % page_bytes};
+}
+
+static const char* step(Place* place, const char* const* pages, size_t end, size_t page_bytes) {
+  const char* here = pages[place->page < end ? place->page : end - 1] + place->byte;
+  place->byte += STEP;
+  if (place->byte == page_bytes) *place = (Place){place->page + 1, 0};
+  return here;
+}
+
+uint64_t read_pages(const char* const* pages, size_t num_pages, size_t page_bytes, int num_threads) {
+  uint64_t total = 0;
+#pragma omp parallel num_threads(num_threads) reduction(+ : total)
+  {
+    const size_t num_all = omp_get_num_threads(), thread = omp_get_thread_num();
+    const size_t begin = num_pages * thread / num_all, end = num_pages * (thread + 1) / num_all;
+    Place now = {begin, 0}, soon = place_at(begin, SOON, page_bytes), far = place_at(begin, FAR, page_bytes);
+    Vector sum[LANES] = {{0}};
+    while (now.page < end) {
+      const char* here = step(&now, pages, end, page_bytes);
+      const char* next = step(&soon, pages, end, page_bytes);
+      const char* there = step(&far, pages, end, page_bytes);
+      for (int lane = 0; lane < LANES; ++lane) {
+        __builtin_prefetch(there + lane * sizeof(Vector), 0, 2);
+        __builtin_prefetch(next + lane * sizeof(Vector), 0, 3);
+        sum[lane] += *(const Vector*)(here + lane * sizeof(Vector));
+      }
+    }
+    for (int lane = 0; lane < LANES; ++lane) {
+      for (size_t j = 0; j < sizeof(Vector) / sizeof(uint64_t); ++j) total += sum[lane][j];
+    }
+  }
+  return total;
+}
 """
 
 # A square that reaches the full rate on one core and on two, and no larger: it is timed often.
@@ -51,25 +95,26 @@ GEMM_FLOPS = 2 * _GEMM_SIZE**3
 
 
 @functools.cache
-def _read_bytes() -> Callable[[int, int, int], int]:
-    """The C function, compiled for this machine at its first use."""
+def _library() -> ctypes.CDLL:
+    """The C functions, compiled for this machine at their first use."""
     name = hashlib.sha256(_READ_SOURCE.encode()).hexdigest()[:16]
-    library = BUILD / f"read_bytes-{name}.so"
+    library = BUILD / f"read-{name}.so"
     if not library.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
         source = library.with_suffix(".c")
         source.write_text(_READ_SOURCE)
         command = ["gcc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", source, "-o", library]
         subprocess.run(command, check=True)
-    function = ctypes.CDLL(str(library)).read_bytes
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    function.restype = ctypes.c_uint64
-    return function  # type: ignore[no-any-return]
+    functions = ctypes.CDLL(str(library))
+    functions.read_bytes.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    functions.read_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
+    functions.read_bytes.restype = functions.read_pages.restype = ctypes.c_uint64
+    return functions
 
 
 def reader(tensors: list[torch.Tensor]) -> Callable[[], object]:
     """A call that reads every byte of the contiguous CPU tensors once, on as many threads as torch has."""
-    read = _read_bytes()
+    read = _library().read_bytes
     places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     num_threads = torch.get_num_threads()
 
@@ -78,6 +123,22 @@ def reader(tensors: list[torch.Tensor]) -> Callable[[], object]:
             read(address, num_bytes, num_threads)
 
     return call
+
+
+def page_reader(pools: list[torch.Tensor], block_table: torch.Tensor) -> Callable[[], object]:
+    """A call that reads the blocks of a table in its order, of all pools in turn, and nothing else.
+
+    Args:
+        pools: `[num_blocks, ...]` CPU tensors of one shape, blocks contiguous and multiples of 512 bytes.
+        block_table: block ids of any shape.
+    """
+    page_bytes = pools[0][0].nbytes
+    places = [
+        pool.data_ptr() + block * page_bytes for block in block_table.flatten().tolist() for pool in pools
+    ]
+    pages = (ctypes.c_void_p * len(places))(*places)
+    read, num_threads = _library().read_pages, torch.get_num_threads()
+    return lambda: read(pages, len(places), page_bytes, num_threads)
 
 
 def gemm(dtype: torch.dtype) -> Callable[[], object]:
