@@ -14,7 +14,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     tensor([[1., 1.]])
     """
     if x.device.type == "cpu":
-        out: Tensor = torch.ops.pagedkv._rms_norm(x, weight, eps)
+        out: Tensor = torch.ops.pagedkv._rms_norm.default(x, weight, eps)
         return out
     return functional.rms_norm(x, weight.shape, weight, eps)
 
@@ -26,7 +26,7 @@ def silu_and_mul(gate_and_up: Tensor) -> Tensor:
     tensor([[0.]])
     """
     if gate_and_up.device.type == "cpu":
-        out: Tensor = torch.ops.pagedkv._silu_and_mul(gate_and_up)
+        out: Tensor = torch.ops.pagedkv._silu_and_mul.default(gate_and_up)
         return out
     gate, up = gate_and_up.chunk(2, dim=-1)
     return functional.silu(gate) * up

@@ -50,24 +50,22 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`[..., in_features]` -> `[..., out_features]`, added to the residual of this shape."""
-        rows = x.reshape(-1, self.in_features)
-        added = None if residual is None else residual.reshape(-1, self.out_features)
+        if x.dim() != 2:
+            added = None if residual is None else residual.reshape(-1, self.out_features)
+            rows = self.forward(x.reshape(-1, self.in_features), added)
+            return rows.view(*x.shape[:-1], self.out_features)
         if not self.is_packed:
-            out = (
-                self._tiled(rows) if self.reproducible else functional.linear(rows, self._weight, self._bias)
-            )
-            out = out if added is None else out + added
-        elif self.reproducible and len(rows) < _MIN_ROWS:
-            repeated = None if added is None else added.expand(_MIN_ROWS, -1).contiguous()
-            out = self._packed(rows.expand(_MIN_ROWS, -1).contiguous(), repeated)[: len(rows)]
-        else:
-            out = self._packed(rows, added)
-        return out.view(*x.shape[:-1], self.out_features)
+            out = self._tiled(x) if self.reproducible else functional.linear(x, self._weight, self._bias)
+            return out if residual is None else out + residual
+        if self.reproducible and len(x) < _MIN_ROWS:
+            repeated = None if residual is None else residual.expand(_MIN_ROWS, -1).contiguous()
+            return self._packed(x.expand(_MIN_ROWS, -1).contiguous(), repeated)[: len(x)]
+        return self._packed(x, residual)
 
     def _packed(self, rows: Tensor, added: Tensor | None) -> Tensor:
         linear, weight, bias = torch.ops.mkldnn._linear_pointwise, self._weight, self._bias
         out: Tensor = (
-            linear(rows, weight, bias, "none", [], "")
+            linear.default(rows, weight, bias, "none", [], "")
             if added is None
             else linear.binary(rows, added, weight, bias, "add")
         )

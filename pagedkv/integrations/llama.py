@@ -119,26 +119,27 @@ class RaggedLlama:
     def __call__(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """`[num_tokens]` ids and positions -> logits of each sequence's last token."""
         cache, eps = self.cache, self._eps
-        tables, slots = batch.block_tables, batch.slot_mapping
+        tables, slots, context_lens = batch.block_tables, batch.slot_mapping, batch.context_lens
+        query_start_loc, max_query_len = batch.query_start_loc, batch.max_query_len
         x = functional.embedding(token_ids, self._embedding)
         pools = zip(cache.key_caches, cache.value_caches, strict=True)
         for layer, (key_cache, value_cache) in zip(self._layers, pools, strict=True):
             qkv = layer.qkv(rms_norm(x, layer.attention_norm, eps)).view(len(x), -1, self._head_dim)
-            q, k, v = torch.split(qkv, self._num_heads, dim=1)
+            q, k, v = qkv.split_with_sizes(self._num_heads, dim=1)
             ops.rope_and_cache(q, k, v, self._cos, self._sin, positions, key_cache, value_cache, slots)
             out = ops.paged_attention(
                 q,
                 tables,
                 key_cache,
                 value_cache,
-                batch.context_lens,
-                query_start_loc=batch.query_start_loc,
-                max_query_len=batch.max_query_len,
+                context_lens,
+                query_start_loc=query_start_loc,
+                max_query_len=max_query_len,
                 split_size=self.split_size,
             )
             assert isinstance(out, Tensor)
             x = layer.out(out.flatten(1), residual=x)
             x = layer.down(silu_and_mul(layer.gate_and_up(rms_norm(x, layer.mlp_norm, eps))), residual=x)
-        last_rows = x[batch.query_start_loc[1:].long() - 1]
+        last_rows = x[query_start_loc[1:].long() - 1]
         logits: Tensor = self._head(rms_norm(last_rows, self._norm, eps))
         return logits
