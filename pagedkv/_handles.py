@@ -64,6 +64,14 @@ class Sequence:
         return self._sequences.num_cached_tokens(self._id)
 
     @property
+    def num_shared_tokens(self) -> int:
+        """Leading tokens in blocks that others own too: forks, sequences with the same prefix, transfers.
+
+        What frees this sequence gives back at most the blocks behind them.
+        """
+        return self._sequences.num_shared_tokens(self._id)
+
+    @property
     def token_ids(self) -> list[int]:
         """Ids of the leading tokens, as far as they were given: those behind a counted token are not kept."""
         return self._sequences.token_ids(self._id)

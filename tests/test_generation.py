@@ -69,30 +69,6 @@ def test_forced_preemption_changes_nothing(family: str, prefix_caching: bool, nu
     assert_nothing_is_held(generator)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
-def test_with_full_reserve_nothing_is_preempted(family: str) -> None:
-    generator = make_generator(family, num_blocks=24, reserve=1.0)
-    assert tokens_of(generator.generate(PROMPTS, max_new_tokens=NUM_TOKENS)) == expected(family)
-    assert generator.stats.num_preemptions == 0
-    assert generator.stats.peak_running > 1
-
-
-@pytest.mark.parametrize(
-    ("family", "num_blocks"), [("llama", 15), ("mistral", 3), ("gemma2", 18), ("gpt_oss", 18)]
-)
-@pytest.mark.parametrize("budget", [1, 3, 512])
-def test_the_smallest_pool_that_submit_accepts_is_enough(family: str, num_blocks: int, budget: int) -> None:
-    """59 tokens are 15 blocks of 4, and a window of 8 touches 3; a prompt comes in pieces that fit."""
-    prompts = [PROMPTS[3], PROMPTS[0], PROMPTS[7]]
-    generator = make_generator(family, num_blocks=num_blocks, max_batch_tokens=budget)
-    requests = generator.generate(prompts, max_new_tokens=NUM_TOKENS)
-    assert tokens_of(requests) == [expected_tokens(family, tuple(prompt), NUM_TOKENS) for prompt in prompts]
-    assert_nothing_is_held(generator)
-    smaller = make_generator(family, num_blocks=num_blocks - 1)
-    with pytest.raises(ValueError, match=f"take {num_blocks} blocks, but the pool has {num_blocks - 1}"):
-        smaller.submit(PROMPTS[3], max_new_tokens=NUM_TOKENS)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_requests_join_and_leave_at_every_step(temperature: float) -> None:
     options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_new_tokens": NUM_TOKENS}

@@ -34,6 +34,19 @@ def test_fault_full_prompt_hit(num_tokens: int) -> None:
     cache._core.check_integrity()
 
 
+def test_tokens_in_blocks_that_others_own() -> None:
+    cache = prefix_cache()
+    first = added(cache, range(11))
+    assert first.num_shared_tokens == 0
+    second = added(cache, [*range(8), 99, 98])
+    assert (first.num_shared_tokens, second.num_shared_tokens) == (8, 8)
+    fork = second.fork()
+    assert (second.num_shared_tokens, fork.num_shared_tokens) == (10, 10)
+    fork.free()
+    second.free()
+    assert first.num_shared_tokens == 0
+
+
 def test_blocks_of_one_token() -> None:
     cache = prefix_cache(block_size=1)
     added(cache, [7, 8, 9])

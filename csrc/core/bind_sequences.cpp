@@ -57,6 +57,8 @@ void bind_prefixes(py::class_<SharedSequences>& sequences) {
   sequences
       .def("num_cached_tokens", exclusive(&Sequences::num_cached_tokens), py::arg("id"),
            "Tokens that were found computed when the sequence was added.")
+      .def("num_shared_tokens", exclusive(&Sequences::num_shared_tokens), py::arg("id"),
+           "Leading tokens up to the last whose block others own too.")
       .def("probe",
            about_prefix([](const Sequences& self, const std::vector<int64_t>& ids, const BlockKey& root) {
              return self.probe(ids, root);

@@ -244,6 +244,18 @@ int64_t Sequences::probe(std::span<const int64_t> token_ids, const BlockKey& roo
   return find_prefix(token_ids, root).num_tokens;
 }
 
+int64_t Sequences::num_shared_tokens(Id id) const {
+  const Sequence& sequence = at(id);
+  int64_t num_shared = 0;
+  for (const BlockTable& table : sequence.tables) {
+    int64_t i = table.num_blocks();
+    const int64_t first = std::max(num_shared, table.num_released());
+    while (i > first && allocator_->num_owners(table.blocks()[i - 1]) == 1) --i;
+    if (i > first) num_shared = i;
+  }
+  return std::min(num_shared * allocator_->block_size(), sequence.num_tokens);
+}
+
 bool Sequences::can_allocate(int64_t num_tokens, int64_t num_spare) const {
   const int64_t num_blocks = blocks_for(num_tokens, allocator_->block_size());
   return num_tokens <= max_tokens_per_seq_ &&

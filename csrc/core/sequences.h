@@ -113,6 +113,8 @@ class Sequences {
   int64_t num_tokens(Id id) const { return at(id).num_tokens; }
   int64_t num_computed_tokens(Id id) const { return at(id).num_computed_tokens; }
   int64_t num_cached_tokens(Id id) const { return at(id).num_cached_tokens; }
+  // Leading tokens up to the last whose block, in any group, somebody else owns too.
+  int64_t num_shared_tokens(Id id) const;
   const std::vector<int64_t>& token_ids(Id id) const { return at(id).token_ids; }
   const std::vector<int32_t>& blocks(Id id, int64_t group) const { return at(id).tables.at(group).blocks(); }
 

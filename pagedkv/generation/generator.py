@@ -51,8 +51,8 @@ class Generator:
         max_batch_tokens: rows of a step; decoding branches take part in any case.
         max_num_seqs: branches that run at once.
         reserve: admission counts on this share of the new tokens that requests allow. With 1 a request starts
-            only when all that run can grow to their ends, and nothing is preempted; with 0 as soon as its
-            prompt fits.
+            only when all that run can grow to their ends, and nothing is preempted unless prompts that take
+            several steps upset the forecast; with 0 as soon as its prompt fits.
 
     Raises:
         ValueError: max_batch_tokens or max_num_seqs below 1, reserve outside [0, 1].
@@ -325,10 +325,8 @@ class Generator:
         for index in range(1, request.sampling.n):
             fork = self._make_branch(request, index, list(branch.token_ids), is_root=False)
             fork.sequence = branch.sequence.fork()
-            fork.num_computed = fork.num_shared = branch.num_computed
+            fork.num_computed = branch.num_computed
             forks.append(fork)
-        if forks:
-            branch.num_shared = branch.num_computed
         self._scheduler.running += forks
         return [branch, *forks]
 

@@ -55,7 +55,6 @@ class Branch:
         token_ids: all known tokens, prompt and new ones.
         sequence: None while the branch waits without keys and values.
         num_computed: tokens whose keys and values are in the cache.
-        num_shared: leading tokens that others may hold too, so that their blocks may stay when it ends.
         is_root: the prompt is not computed yet, so that it stands for all completions.
         order: of coming.
         beginning: its first tokens.
@@ -69,7 +68,6 @@ class Branch:
     is_root: bool
     sequence: Sequence | None = None
     num_computed: int = 0
-    num_shared: int = 0
     order: tuple[int, int] = field(init=False)
     beginning: list[int] = field(init=False)
 
@@ -225,12 +223,18 @@ class Scheduler:
                 return False
             branch.sequence.swap_in()
             return True
-        windows = cache._groups.windows
-        num_spare = expected_growth(self.running, branch, cache.block_size, self._reserve, windows)
+        num_spare = expected_growth(
+            self.running,
+            branch,
+            cache.probe(branch.token_ids),
+            cache.block_size,
+            self._reserve,
+            cache._groups.windows,
+        )
         if not cache.can_allocate(branch.token_ids, num_spare_blocks=num_spare) and self.running:
             return False
         branch.sequence = cache.add_sequence(branch.token_ids)
-        branch.num_computed = branch.num_shared = branch.sequence.num_cached_tokens
+        branch.num_computed = branch.sequence.num_cached_tokens
         self.stats.num_cached_tokens += branch.num_computed
         if len(branch.completion.token_ids) == 0:
             branch.request.num_cached_tokens = branch.num_computed
@@ -256,7 +260,7 @@ class Scheduler:
         """Give back what the branch holds."""
         if branch.sequence is not None:
             branch.sequence.free()
-        branch.sequence, branch.num_computed, branch.num_shared = None, 0, 0
+        branch.sequence, branch.num_computed = None, 0
 
 
 def blocks_alone(num_tokens: int, block_size: int, windows: Iterable[int]) -> int:
@@ -274,9 +278,17 @@ def blocks_alone(num_tokens: int, block_size: int, windows: Iterable[int]) -> in
     )
 
 
+def _num_common(token_ids: list[int], others: list[int], end: int) -> int:
+    """How many of the first `end` tokens are the same in both, up to the first that is not."""
+    if token_ids[:end] == others[:end]:
+        return end
+    return bisect.bisect_left(range(end), True, key=lambda i: token_ids[: i + 1] != others[: i + 1])
+
+
 def expected_growth(
     running: Iterable[Branch],
     candidate: Branch,
+    num_found: int,
     block_size: int,
     reserve: float,
     windows: Iterable[int] = (0,),
@@ -290,6 +302,7 @@ def expected_growth(
     Args:
         running: branches that hold blocks for the tokens that they have computed.
         candidate: one more, which is taken to hold blocks for all tokens that it knows.
+        num_found: of these, the leading ones whose blocks it will share with others.
         block_size: of the cache.
         reserve: share of the tokens still allowed that is expected to come.
         windows: of each group of layers, 0 where it sees all tokens.
@@ -297,9 +310,11 @@ def expected_growth(
     rows: list[tuple[int, int, int, int]] = []  # tokens computed, known, to come, and those that others have
     for branch in running:
         num_known, num_computed = len(branch.token_ids), branch.num_computed
-        if num_computed == branch.num_shared:  # it has just forked: its next token goes into a copy
+        num_shared = 0 if branch.sequence is None else branch.sequence.num_shared_tokens
+        num_shared = max(num_shared, _num_common(branch.token_ids, candidate.token_ids, num_found))
+        if num_computed <= num_shared:  # it has just forked: its next token goes into a copy
             num_computed = num_computed // block_size * block_size
-        rows.append((num_computed, num_known, branch.num_to_come(reserve), branch.num_shared))
+        rows.append((num_computed, num_known, branch.num_to_come(reserve), num_shared))
     num_known = len(candidate.token_ids)
     rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known))
     num_owners = len(rows)
