@@ -63,6 +63,13 @@ TEST(kernel_traffic_reads_keys_and_values_once) {
   }
 }
 
+TEST(kernel_traffic_float32_reads_once_for_eight_heads) {
+  for (const int64_t group : {1, 4, 8}) {
+    AttentionCase attention({DType::float32, DType::float32, 128, group, 1, 16, {1}, {1000}});
+    CHECK(measure(attention).num_bytes == 2 * 1000 * 128 * 4);
+  }
+}
+
 // Also where a sequence ends inside a tile, and where a window hides its beginning.
 TEST(kernel_traffic_reads_visible_keys_alone) {
   AttentionCase ragged({DType::bfloat16, DType::bfloat16, 128, 4, 1, 16, {1, 1}, {1001, 77}});

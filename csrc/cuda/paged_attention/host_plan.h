@@ -83,7 +83,7 @@ inline AttentionLaunch make_launch(const PagedAttentionParams& p, int64_t num_sm
   AttentionLaunch launch{};
   launch.p = p;
   launch.group = static_cast<int>(p.num_heads / p.num_kv_heads);
-  launch.tile_rows_log2 = p.query_dtype == DType::float32 ? 0 : choose_tile_rows_log2(p);
+  launch.tile_rows_log2 = p.query_dtype == DType::float32 ? FLOAT32_TILE_ROWS_LOG2 : choose_tile_rows_log2(p);
   launch.num_row_tiles = static_cast<int>(count_row_tiles(launch));
   launch.state_rows = launch.tile_rows();
   if (p.query_start_loc == nullptr) launch.state_rows = std::min(launch.state_rows, launch.group);

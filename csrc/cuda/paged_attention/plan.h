@@ -14,7 +14,8 @@ namespace pagedkv::cuda {
 inline constexpr int WARP_THREADS = 32;
 inline constexpr int CTA_WARPS = 4;
 inline constexpr int CTA_THREADS = CTA_WARPS * WARP_THREADS;
-inline constexpr int TILE_TOKENS = 64;     // keys are shared out in tiles of so many
+inline constexpr int TILE_TOKENS = 64;            // keys are shared out in tiles of so many
+inline constexpr int FLOAT32_TILE_ROWS_LOG2 = 3;  // of rows that a CTA of float32_kernel has
 inline constexpr int MIN_CHUNK_TILES = 4;  // below 256 keys a chunk's state costs more traffic than they do
 
 // The parameters of the attention kernels. A row is one query token and one head of its KV head's group; a

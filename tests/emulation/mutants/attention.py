@@ -188,8 +188,8 @@ BARRIERS = [
     ),
     float32_race(
         "no barrier before the query is read",
-        "shared.query[dim] = query[dim];\n  __syncthreads();",
-        "shared.query[dim] = query[dim];",
+        "load_rows(launch, piece, shared);\n  __syncthreads();",
+        "load_rows(launch, piece, shared);",
     ),
     float32_race(
         "no barrier before scores are read",
@@ -197,9 +197,19 @@ BARRIERS = [
         "tile_begin, shared);",
     ),
     float32_race(
+        "no barrier before weights are read",
+        "weigh_scores(shared, max, sum);\n    __syncthreads();",
+        "weigh_scores(shared, max, sum);",
+    ),
+    float32_race(
         "no barrier before scores are replaced",
-        "    __syncthreads();\n  }\n  const Normaliser",
-        "  }\n  const Normaliser",
+        "tile_begin, shared, acc);\n    __syncthreads();",
+        "tile_begin, shared, acc);",
+    ),
+    float32_race(
+        "no barrier before the state is read",
+        "shared.sum[threadIdx.x / ROW_THREADS] = sum;\n  }\n  __syncthreads();",
+        "shared.sum[threadIdx.x / ROW_THREADS] = sum;\n  }",
     ),
 ]
 
@@ -357,12 +367,17 @@ MASKS_AND_INDICES = [
     ),
     float32(
         "unguarded look-up of a page",
-        "mask.visible(token) ? block_of_token(p, piece.seq_idx, token) : -1;",
-        "mask.visible(token)\n"
+        "seen != 0 ? block_of_token(p, piece.seq_idx, token) : -1;",
+        "seen != 0\n"
         "    ? p.block_tables[piece.seq_idx * p.block_tables_seq_stride + token / p.block_size] : -1;",
         test="attention_hole",
         build="asan",
         report="AddressSanitizer",
+    ),
+    float32(
+        "keys that another row sees",
+        "is_seen ? score : NEGATIVE_INFINITY",
+        "block >= 0 ? score : NEGATIVE_INFINITY",
     ),
     decode(
         "padding rows are not filled",
