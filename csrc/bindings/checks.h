@@ -67,6 +67,9 @@ bool runs_on_device(const Tensor& tensor);
 void check_tables(const Tensor& block_tables, const Tensor& context_lens, const OptionalTensor& kv_starts,
                   const Tensor& cache);
 
+// Keys are counted in int32 and in whole tiles, so some room must be left behind the last one.
+inline constexpr int64_t MAX_CONTEXT_LEN = (int64_t{1} << 31) - 256;
+
 // IndexError for a context longer than its table, and for a needed entry outside the pool. The keys that
 // sequence s needs are [first_key(s), context_lens[s]).
 template <class FirstKey>
@@ -82,6 +85,8 @@ void check_needed_blocks(const Tensor& block_tables, const Tensor& context_lens,
     TORCH_CHECK_INDEX(len <= capacity, "context_lens[", seq_idx, "] is ", len,
                       ", but block_tables has room for ", tables.size(1), " blocks of ", block_size,
                       " tokens, that is ", capacity);
+    TORCH_CHECK_INDEX(len <= MAX_CONTEXT_LEN, "context_lens[", seq_idx, "] is ", len, "; at most ",
+                      MAX_CONTEXT_LEN, " are supported");
     const int64_t begin = std::max<int64_t>(0, first_key(seq_idx));
     for (int64_t entry = begin / block_size; entry * block_size < len && begin < len; ++entry) {
       const int64_t block = table[seq_idx * tables.stride(0) + entry];

@@ -5,14 +5,13 @@
 
 #if defined(__clang__)
 #pragma clang attribute push(                                                                          \
-    __attribute__((                                                                                    \
-        target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bf16,avx2,fma,f16c"))), \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c"))), \
     apply_to = function)
 #else
 // Of intrinsics that leave a register undefined.
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni,avx512bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")
 #endif
 
 #include "cpu/paged_attention/kernels.h"
@@ -32,11 +31,6 @@ struct PairMathOf {
         unsupported_dtype("a cache of a bfloat16 query", p.cache_dtype, "bfloat16 and the 8-bit dtypes");
       }
     });
-  }
-  template <class Body>
-  static void dispatch_decode(const PagedAttentionParams& p, Body&& body) {
-    if (p.cache_dtype == DType::int8) return body.template operator()<WholeMath>();
-    dispatch(p, body);
   }
 };
 

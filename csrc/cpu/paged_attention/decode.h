@@ -183,7 +183,7 @@ class Decode {
     // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
-    alignas(64) float fade[MAX_VECTORS * WIDTH], unit[MAX_VECTORS * WIDTH], weights[MAX_VECTORS * WIDTH];
+    alignas(64) float fade[MAX_VECTORS * WIDTH];
     if (keys_are_operands_) {
       int vector = 0;
       for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
@@ -198,8 +198,7 @@ class Decode {
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
     for (int i = 0; i < num_vectors_; ++i) {
       weigh(head * num_vectors_ + i, rule, token, item.num_tokens, score[i],
-            weight + i * Products::WEIGHT_VECTOR_STRIDE, fade + i * WIDTH, unit + i * WIDTH,
-            weights + i * WIDTH);
+            weight + i * Products::WEIGHT_VECTOR_STRIDE, fade + i * WIDTH);
     }
     int num_passes = 0;
     for (int row = 0; row < group_; row += ROWS) {
@@ -209,12 +208,10 @@ class Decode {
     for (int row = 0; row < group_; row += ROWS) {
       const uint32_t* row_weight = weight + row / LANE_ROWS * Products::WEIGHT_VECTOR_STRIDE +
                                    row % LANE_ROWS * Products::WEIGHT_ROW_STRIDE;
-      const int64_t terms = row * LANE_TOKENS;
       float* acc = acc_ + (head * group_ + row) * padded_value_dim_;
       const int num_rows = min_of(ROWS, group_ - row);
       const auto values = [&]<int NUM_ROWS>() {
-        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight,
-                                                     {fade + terms, unit + terms, weights + terms}, acc,
+        Products::template multiply_values<NUM_ROWS>(item, fetch, row_weight, fade + row * LANE_TOKENS, acc,
                                                      padded_value_dim_, p_.value_head_dim);
       };
       if (num_rows == 1) values.template operator()<1>();
@@ -298,10 +295,9 @@ class Decode {
     }
   }
 
-  // The softmax step of a row vector: its weights, and the terms of Products::RowTerms.
+  // The softmax step of a row vector: its weights, and how much what was summed up before fades.
   void weigh(int64_t vector, const ScoreRule<Isa>& rule, int32_t first_token, int num_tokens,
-             float (*score)[WIDTH], uint32_t* weight, float* fade, [[maybe_unused]] float* unit,
-             [[maybe_unused]] float* weights) {
+             float (*score)[WIDTH], uint32_t* weight, float* fade) {
     constexpr int VECTORS = TOKENS / LANE_TOKENS;
     if (LANE_ROWS == 1 || rule.adjusts || num_tokens < TOKENS) {
       finish_scores(rule, Isa::load(slope_ + vector * WIDTH), first_token, num_tokens, score);
@@ -313,32 +309,17 @@ class Decode {
     Float largest = x[0];
 #pragma GCC unroll 16
     for (int i = 1; i < VECTORS; ++i) largest = Isa::max(largest, x[i]);
-    largest = largest_of_rows(largest);
-    // Whole weights are relative to the largest of their tile.
-    [[maybe_unused]] const Float of_tile = Isa::max(Isa::set(PartialRows::NO_SCORE), largest);
-    largest = Isa::max(before, largest);
-    const Float reference = Math::HAS_WHOLE_WEIGHTS ? of_tile : largest;
+    largest = Isa::max(before, largest_of_rows(largest));
     const Float scale = Isa::set(rule.factor());
     Float sum = Isa::set(0.0f);
-    [[maybe_unused]] Float whole_sum = sum;
 #pragma GCC unroll 16
     for (int i = 0; i < VECTORS; ++i) {
-      Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], reference), scale);
+      const Float y = weight_of<Isa, Math::EXP_DEGREE>(Isa::sub(x[i], largest), scale);
       sum = Isa::add(sum, y);
-      if constexpr (Math::HAS_WHOLE_WEIGHTS) {
-        y = Isa::round(Isa::mul(y, Isa::set(Math::LARGEST_WEIGHT)));
-        whole_sum = Isa::add(whole_sum, y);
-      }
       Math::pack_tokens(weight + i * WIDTH / PACK, y);
     }
     const Float old_fade = exp2_of<Isa>(Isa::mul(Isa::sub(before, largest), scale));
     Isa::store(fade, old_fade);
-    if constexpr (Math::HAS_WHOLE_WEIGHTS) {
-      const Float of_largest = exp2_of<Isa>(Isa::mul(Isa::sub(reference, largest), scale));
-      Isa::store(unit, Isa::mul(of_largest, Isa::set(1.0f / Math::LARGEST_WEIGHT)));
-      Isa::store(weights, whole_sum);
-      sum = Isa::mul(sum, of_largest);
-    }
     Isa::store(largest_ + vector * WIDTH, largest);
     Isa::store(sum_ + vector * WIDTH, Isa::fma(Isa::load(sum_ + vector * WIDTH), old_fade, sum));
   }

@@ -15,7 +15,6 @@ struct DecodeProducts {
   using Cache = typename Math::Cache;
   using Float = typename Isa::Float;
   using Operand = typename Math::Operand;
-  using Sum = typename Math::Sum;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
   static constexpr int TOKENS = sizeof(Cache) == 1 ? 64 : 32;  // of an item, at most
@@ -34,12 +33,6 @@ struct DecodeProducts {
   struct Item {
     int num_tokens, num_padded;
     const Cache *key[TOKENS], *value[TOKENS];
-  };
-
-  // Of rows: how much what was summed up before fades; for whole weights, also their unit and their sum.
-  // Those of a row that has several lie in the first lanes of its own.
-  struct RowTerms {
-    const float *fade, *unit, *weights;
   };
 
   // Rows that are fetched evenly over num_passes passes through as many tokens.
@@ -182,16 +175,6 @@ struct DecodeProducts {
     }
   }
 
-  static Sum first_sum([[maybe_unused]] const RowTerms& terms, [[maybe_unused]] int row) {
-    if constexpr (Math::HAS_WHOLE_WEIGHTS) {
-      float weights = 0.0f;
-      for (int i = 0; i < LANE_TOKENS; ++i) weights += terms.weights[row * LANE_TOKENS + i];
-      return Math::first_sum(weights);
-    } else {
-      return Isa::set(0.0f);
-    }
-  }
-
   // Vectors of values that are added up together: many for few rows, but for what is left over.
   static constexpr int FEW_VALUES = 4;
   static constexpr int many_values(int num_rows) { return num_rows <= 2 && WIDTH == 16 ? 8 : FEW_VALUES; }
@@ -205,35 +188,34 @@ struct DecodeProducts {
   // acc[row] = acc[row] * fade + sum of weight * value. The item is summed up apart, so that a long context
   // loses no digits to a running sum.
   template <int NUM_ROWS>
-  static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight,
-                              const RowTerms& terms, float* acc, int64_t acc_row_stride, int64_t num_dims) {
+  static void multiply_values(const Item& item, RowFetch& fetch, const uint32_t* weight, const float* fade,
+                              float* acc, int64_t acc_row_stride, int64_t num_dims) {
     constexpr int MANY = many_values(NUM_ROWS), FEW = FEW_VALUES;
     int64_t dim = 0;
     for (; dim + MANY * WIDTH <= num_dims; dim += MANY * WIDTH) {
-      value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, terms, acc, acc_row_stride, num_dims, dim);
+      value_tile<NUM_ROWS, MANY, true>(item, fetch, weight, fade, acc, acc_row_stride, num_dims, dim);
     }
     for (; dim < num_dims; dim += FEW * WIDTH) {
       if (dim + FEW * WIDTH <= num_dims) {
-        value_tile<NUM_ROWS, FEW, true>(item, fetch, weight, terms, acc, acc_row_stride, num_dims, dim);
+        value_tile<NUM_ROWS, FEW, true>(item, fetch, weight, fade, acc, acc_row_stride, num_dims, dim);
       } else {
-        value_tile<NUM_ROWS, FEW, false>(item, fetch, weight, terms, acc, acc_row_stride, num_dims, dim);
+        value_tile<NUM_ROWS, FEW, false>(item, fetch, weight, fade, acc, acc_row_stride, num_dims, dim);
       }
     }
   }
 
   template <int NUM_ROWS, int VECTORS, bool WHOLE>
   [[gnu::noinline]] static void value_tile(const Item& item, RowFetch& item_fetch, const uint32_t* weight,
-                                           const RowTerms& terms, float* acc, int64_t acc_row_stride,
+                                           const float* fade, float* acc, int64_t acc_row_stride,
                                            int64_t num_dims, int64_t dim) {
     RowFetch fetch = item_fetch;
     constexpr int LOADED = Math::OPERANDS * PACK;  // vectors of one load of PACK tokens
     static_assert(VECTORS % LOADED == 0);
-    Sum sum[NUM_ROWS][VECTORS];
+    Float sum[NUM_ROWS][VECTORS];
 #pragma GCC unroll 4
     for (int row = 0; row < NUM_ROWS; ++row) {
-      const Sum first = first_sum(terms, row);
 #pragma GCC unroll 8
-      for (int i = 0; i < VECTORS; ++i) sum[row][i] = first;
+      for (int i = 0; i < VECTORS; ++i) sum[row][i] = Isa::set(0.0f);
     }
     for (int token = 0; token < item.num_padded; token += PACK) {
       fetch.step(PACK);
@@ -249,7 +231,7 @@ struct DecodeProducts {
                                           row % LANE_ROWS * WEIGHT_ROW_STRIDE);
 #pragma GCC unroll 8
         for (int i = 0; i < VECTORS; ++i) {
-          sum[row][i] = Math::add_value(x[i / LOADED][i % LOADED], w, sum[row][i]);
+          sum[row][i] = Math::multiply_add(w, x[i / LOADED][i % LOADED], sum[row][i]);
         }
       }
       // The next tokens' weights are the next dword, or lie in the next vector of them.
@@ -260,16 +242,10 @@ struct DecodeProducts {
 #pragma GCC unroll 4
     for (int row = 0; row < NUM_ROWS; ++row) {
       float* row_acc = acc + row * acc_row_stride + dim;
-      const Float fade = Isa::set(terms.fade[row * LANE_TOKENS]);
+      const Float row_fade = Isa::set(fade[row * LANE_TOKENS]);
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; ++i) {
-        Float added;
-        if constexpr (Math::HAS_WHOLE_WEIGHTS) {
-          added = Isa::mul(Math::to_float(sum[row][i]), Isa::set(terms.unit[row * LANE_TOKENS]));
-        } else {
-          added = sum[row][i];
-        }
-        Isa::store(row_acc + i * WIDTH, Isa::fma(Isa::load(row_acc + i * WIDTH), fade, added));
+        Isa::store(row_acc + i * WIDTH, Isa::fma(Isa::load(row_acc + i * WIDTH), row_fade, sum[row][i]));
       }
     }
   }

@@ -30,9 +30,6 @@ struct FloatMath {
     load(rows[0] + begin, count, x);
   }
   static void restore_values(Operand (&)[1]) {}
-  using Sum = Float;  // of values times weights
-  static constexpr bool HAS_WHOLE_WEIGHTS = false;
-  static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return Isa::load(reinterpret_cast<const float*>(p)); }
   // Four dwords in every lane of 128 bits.
   static Operand load_in_lanes(const uint32_t* p) {
@@ -79,10 +76,6 @@ struct FloatMathOf {
   template <class Body>
   static void dispatch(const PagedAttentionParams& p, Body&& body) {
     dispatch_dtype(p.cache_dtype, [&]<class Cache>() { body.template operator()<FloatMath<Isa, Cache>>(); });
-  }
-  template <class Body>
-  static void dispatch_decode(const PagedAttentionParams& p, Body&& body) {
-    dispatch(p, body);
   }
 };
 

@@ -9,13 +9,13 @@
 namespace pagedkv::cpu {
 namespace {  // each instruction set has a copy of its own
 
-// MathOf::dispatch calls its body with the arithmetic for the call's dtypes, dispatch_decode with decode.h's.
+// MathOf::dispatch calls its body with the arithmetic for the call's dtypes.
 template <class Isa, class MathOf>
 struct KernelTable {
   static void decode(const PagedAttentionParams& p, const AttentionTask& task, float* partial_rows) {
     // A row a lane, unless that left more than half of the lanes without one.
     const bool few = p.num_heads / p.num_kv_heads <= Isa::LANES / 2;
-    MathOf::dispatch_decode(p, [&]<class Math>() {
+    MathOf::dispatch(p, [&]<class Math>() {
       (few ? Decode<Math, 1>::run : Decode<Math, Isa::LANES>::run)(p, task, partial_rows);
     });
   }

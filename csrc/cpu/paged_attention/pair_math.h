@@ -92,9 +92,6 @@ struct PairMath {
       x[0] = low[0], x[1] = low[1], x[2] = high[0], x[3] = high[1];
     }
   }
-  using Sum = Float;  // of values times weights
-  static constexpr bool HAS_WHOLE_WEIGHTS = false;
-  static Sum add_value(Operand value, Operand weight, Sum sum) { return multiply_add(value, weight, sum); }
   static Operand load_dwords(const uint32_t* p) { return _mm512_loadu_si512(p); }
   static Operand load_in_lanes(const uint32_t* p) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -198,50 +195,18 @@ struct PairMath {
     constexpr const WideningTable& table = WIDENING_TABLE<Cache>;
     __m512i index = bytes;
     if constexpr (std::is_same_v<Cache, int8_t>) index = _mm512_abs_epi8(bytes);
-    const auto look_up = [&](const std::array<uint8_t, 128>& bits) {
-      return _mm512_permutex2var_epi8(_mm512_load_si512(bits.data()), index,
-                                      _mm512_load_si512(bits.data() + 64));
+    const auto look_up = [&](const std::array<uint8_t, 128>& bits, __mmask64 mask) {
+      return _mm512_maskz_permutex2var_epi8(mask, _mm512_load_si512(bits.data()), index,
+                                            _mm512_load_si512(bits.data() + 64));
     };
-    const __m512i low = look_up(table.low);
-    __m512i high = look_up(table.high);
-    if constexpr (std::is_same_v<Cache, int8_t>) {
-      // Of the magnitude of -128 the table sees 0, for which it has the bits of 128.
-      high = _mm512_maskz_mov_epi8(_mm512_test_epi8_mask(bytes, bytes), high);
-    }
+    __mmask64 mask = ~__mmask64{0};
+    // Of the magnitude of -128 the table sees 0, for which it has the bits of 128.
+    if constexpr (std::is_same_v<Cache, int8_t>) mask = _mm512_test_epi8_mask(bytes, bytes);
+    const __m512i low = look_up(table.low, ~__mmask64{0});
+    __m512i high = look_up(table.high, mask);
     high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8(-128), 0xf8);  // high | (bytes & sign)
     x[0] = _mm512_unpacklo_epi8(low, high);
     x[1] = _mm512_unpackhi_epi8(low, high);
-  }
-};
-
-// int8 values are whole numbers: they are not widened to bfloat16, and weights are whole numbers too, in
-// units of the largest of a row's in the tile (AVX-512 VNNI). For decode.h.
-struct WholeMath : PairMath<int8_t> {
-  using Sum = __m512i;
-  static constexpr bool HAS_WHOLE_WEIGHTS = true;
-  static constexpr float LARGEST_WEIGHT = 32767.0f;
-
-  // Values + 128, which are words without a sign to extend.
-  static void load_values(const int8_t* const* rows, int64_t begin, int64_t count, Operand (&x)[4]) {
-    const __m512i offset = _mm512_set1_epi8(-128), zero = _mm512_setzero_si512();
-    const __m512i first = _mm512_xor_si512(load_bytes(rows[0] + begin, count), offset);
-    const __m512i second = _mm512_xor_si512(load_bytes(rows[1] + begin, count), offset);
-    const __m512i low = _mm512_unpacklo_epi8(first, second), high = _mm512_unpackhi_epi8(first, second);
-    x[0] = _mm512_unpacklo_epi8(low, zero);
-    x[1] = _mm512_unpackhi_epi8(low, zero);
-    x[2] = _mm512_unpacklo_epi8(high, zero);
-    x[3] = _mm512_unpackhi_epi8(high, zero);
-  }
-  // What undoes the + 128, of the sum of a row's weights.
-  static Sum first_sum(float weights) {
-    return _mm512_slli_epi32(_mm512_cvtps_epi32(_mm512_set1_ps(-weights)), 7);
-  }
-  static Sum add_value(Operand value, Operand weight, Sum sum) {
-    return _mm512_dpwssd_epi32(sum, value, weight);
-  }
-  static Float to_float(Sum sum) { return _mm512_cvtepi32_ps(sum); }
-  static void pack_tokens(uint32_t* p, Float weight) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(weight)));
   }
 };
 

@@ -287,10 +287,10 @@ class Prefill {
 
   void adjust_scores(const Block& block, int32_t tile_begin, int begin, int end) {
     for (int lane = 0; lane < BLOCK_ROWS; lane += WIDTH) {
-      const Float slope = Isa::load(block.slope + lane), position = Isa::load_ints(block.position + lane);
+      const Float slope = Isa::load(block.slope + lane);
       for (int token = begin; token < end; ++token) {
         float* score = score_ + token * BLOCK_ROWS + lane;
-        const Float distance = Isa::sub(Isa::set(static_cast<float>(tile_begin + token)), position);
+        const Float distance = Isa::difference(tile_begin + token, block.position + lane);
         Isa::store(score, rule_.adjust(Isa::load(score), slope, distance));
       }
     }

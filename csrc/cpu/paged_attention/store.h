@@ -26,15 +26,18 @@ struct Normaliser {
 template <class Isa, class Query>
 Normaliser end_row(const PagedAttentionParams& p, int64_t token_idx, int64_t head_idx, float largest,
                    float sum) {
-  float total = sum, factor = 1.0f;
+  float total = sum, factor = 1.0f, natural_largest = largest * LN_2;
   if (p.sinks != nullptr) {
-    const float sink = p.sinks[head_idx] * LOG2_E, keys_largest = largest;
-    largest = max_of(keys_largest, sink);
+    // In units of log2 a sink that means none, or nothing else, may be more than a float.
+    constexpr float MOST = std::numeric_limits<float>::max();
+    const float natural_sink = p.sinks[head_idx], keys_largest = largest;
+    const float sink = max_of(-MOST, min_of(natural_sink * LOG2_E, MOST));
+    if (sink >= largest) largest = sink, natural_largest = natural_sink;
     factor = weight_of_partial<Isa>(keys_largest, largest);
     total = sum * factor + weight_of_partial<Isa>(sink, largest);
   }
   if (p.lse != nullptr) {
-    p.lse[token_idx * p.num_heads + head_idx] = total == 0.0f ? NEG_INF : largest * LN_2 + std::log(total);
+    p.lse[token_idx * p.num_heads + head_idx] = total == 0.0f ? NEG_INF : natural_largest + std::log(total);
   }
   if (sum == 0.0f) return {0.0f, 1.0f};
   // A division is exact to the last digit, which a dtype of 16 bits does not show.

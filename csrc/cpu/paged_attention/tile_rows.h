@@ -28,7 +28,7 @@ struct TileRows {
       const int64_t block = block_table[token / block_size];
       int64_t key_offset = cache_offset(key_cache_strides(p), block, token_in_block, 0);
       int64_t value_offset = cache_offset(value_cache_strides(p), block, token_in_block, 0);
-      const int32_t run_end = min_of(keys_end, token + block_size - token_in_block);
+      const int32_t run_end = token + min_of(keys_end - token, block_size - token_in_block);
       for (; token < run_end; ++token) {
         key[token - begin] = key_offset;
         value[token - begin] = value_offset;

@@ -56,7 +56,10 @@ struct Avx2 {
   }
   static Float iota() { return _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7); }
   static Float iota_in_lanes() { return _mm256_setr_ps(0, 1, 2, 3, 0, 1, 2, 3); }
-  static Float load_ints(const int32_t* p) { return _mm256_cvtepi32_ps(load_int_vector(p)); }
+  // x - p[lane].
+  static Float difference(int32_t x, const int32_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_set1_epi32(x), load_int_vector(p)));
+  }
 
   static Float keep_visible(Float score, const int32_t* begin, const int32_t* end, int32_t token) {
     const __m256i t = _mm256_set1_epi32(token);

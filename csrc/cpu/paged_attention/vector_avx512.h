@@ -56,7 +56,10 @@ struct Avx512 {
   static Float iota() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
   // 0 to 3 in every lane of 128 bits.
   static Float iota_in_lanes() { return _mm512_broadcast_f32x4(_mm_setr_ps(0, 1, 2, 3)); }
-  static Float load_ints(const int32_t* p) { return _mm512_cvtepi32_ps(_mm512_loadu_si512(p)); }
+  // x - p[lane].
+  static Float difference(int32_t x, const int32_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_set1_epi32(x), _mm512_loadu_si512(p)));
+  }
 
   // The scores whose row sees the token, -inf for the others; a row sees [begin, end).
   static Float keep_visible(Float score, const int32_t* begin, const int32_t* end, int32_t token) {
