@@ -77,8 +77,8 @@ PAGEDKV_DEVICE void score_keys(const AttentionLaunch& launch, const Piece& piece
   float sum[ROWS] = {};
   if (block >= 0) {
     const int64_t key = cache_offset(key_cache_strides(p), block, token % p.block_size, piece.kv_head_idx);
-    const int64_t dims = p.head_dim / 2;
-    for (int64_t dim = half * dims; dim < (half + 1) * dims; ++dim) {
+    const int dims = static_cast<int>(p.head_dim) / 2;
+    for (int dim = half * dims; dim < (half + 1) * dims; ++dim) {
       const float element = cache_element<CACHE_BYTES>(p.key_cache, key + dim, p.cache_dtype);
 #pragma unroll
       for (int row = 0; row < ROWS; ++row) {
@@ -143,7 +143,7 @@ PAGEDKV_DEVICE void add_values(const AttentionLaunch& launch, const Piece& piece
     const uint32_t seen = shared.seen[i];
 #pragma unroll
     for (int j = 0; j < DIMS_PER_THREAD; ++j) {
-      const int64_t dim = threadIdx.x + j * CTA_THREADS;
+      const int dim = threadIdx.x + j * CTA_THREADS;
       if (dim >= p.value_head_dim) continue;
       const float element = cache_element<CACHE_BYTES>(p.value_cache, value + dim, p.cache_dtype);
 #pragma unroll
