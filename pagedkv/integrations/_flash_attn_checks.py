@@ -119,12 +119,15 @@ def check_needed_blocks(
     kv_starts: Tensor | None,
 ) -> None:
     """Raise an IndexError where a key that is seen lies in a block that the cache does not have."""
-    if not host_sees(tables):
+    if not host_sees(tables) or tables.numel() == 0:
+        return
+    num_blocks, block_size = k_cache.shape[:2]
+    smallest, largest = tables.aminmax()
+    if smallest >= 0 and largest < num_blocks:  # as a rule, and quickly found
         return
     first_keys = torch.zeros_like(lens) if kv_starts is None else kv_starts
     if window is not None:
         first_keys = first_keys.maximum(lens - seqlen_q - window + 1)
-    num_blocks, block_size = k_cache.shape[:2]
     begins = torch.arange(tables.shape[1]) * block_size
     needed = (begins + block_size > first_keys.unsqueeze(1)) & (begins < lens.unsqueeze(1))
     outside = needed & ((tables < 0) | (tables >= num_blocks))
