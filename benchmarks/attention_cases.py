@@ -16,6 +16,9 @@ from pagedkv._pool import advise_huge_pages
 # In a model every layer has a cache of its own, and by the next step the others have passed through the CPU's
 # caches. Calls rotate over as many copies as hold this many bytes, so that each finds its own in memory.
 COLD_BYTES = 256 * 2**20
+# Enough for every shape of a megabyte and more. Each copy has tensors on huge pages, and each of those is a
+# mapping of its own, of which a process may have no more than vm.max_map_count.
+MAX_LAYERS = 256
 INT8_SCALE = 1 / 32  # a power of two, so that the bfloat16 values that the peers get are the same
 
 DTYPES = {
@@ -130,7 +133,7 @@ def make_case(shape: Shape) -> Case:
     """Random data, the same for the same shape."""
     generator = torch.Generator().manual_seed(shape.batch * 1_000_003 + shape.context)
     dtype = DTYPES[shape.dtype]
-    num_layers = max(1, math.ceil(COLD_BYTES / shape.kv_bytes))
+    num_layers = min(math.ceil(COLD_BYTES / shape.kv_bytes), MAX_LAYERS)
     # Enough numbers to tell all rows apart, repeated: a gigabyte of fresh ones would take longer than a row.
     noise = torch.randn(1_000_003, generator=generator)
     if shape.cache_dtype == "int8":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import statistics
@@ -31,6 +32,11 @@ from tqdm import tqdm
 LAYOUTS = ("HND", "NHD")
 MAX_SECONDS = 1.5  # of a contender in a row
 LARGEST_ERROR = {"fp16": 3e-3, "bf16": 1e-2, "fp32": 1e-4}  # beyond it a contender computes something else
+CHOICES = {  # of the fields of a shape that are names
+    "dtype": list(LARGEST_ERROR),
+    "cache_dtype": ["int8", "e4m3", "e5m2"],
+    "block_order": ["random", "sequential"],
+}
 
 
 @dataclasses.dataclass
@@ -236,36 +242,76 @@ class Store:
             self.path.write_text(json.dumps(self.rows))
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The options; every field of a shape is one, None where it was not given."""
+def at_least(minimum: float, kind: type) -> Callable[[str], Any]:
+    """The type of an option whose values start at the minimum."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not value >= minimum:
+            raise argparse.ArgumentTypeError(f"{text} is less than {minimum}")
+        return value
+
+    return number
+
+
+def parse_arguments() -> tuple[argparse.Namespace, list[Row]]:
+    """The options, of which every field of a shape is one, and the rows that they choose."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", nargs="*", default=[""], help="the rows whose names begin so")
+    count = at_least(1, int)
+    parser.add_argument("--rows", nargs="+", help="the rows whose names begin so")
     parser.add_argument("--peers", action="store_true", help="others' kernels take part")
-    parser.add_argument("--rounds", type=int, default=9, help="samples of each contender of a row")
+    parser.add_argument("--rounds", type=count, default=9, help="samples of each contender of a row")
     parser.add_argument("--fresh", action="store_true", help="run the rows again that were finished before")
     parser.add_argument("--json", type=Path, help="where to write rows and bars")
     parser.add_argument("--plot", type=Path, help="where to draw shares of the machine's limits")
-    parser.add_argument("--threads", type=int, default=1, help="of a shape from the command line")
     group = parser.add_argument_group("a shape of your own, instead of the table")
+    group.add_argument("--threads", type=count, help="default: 1")
     for field in dataclasses.fields(Shape):
         option = "--" + field.name.replace("_", "-")
-        if isinstance(field.default, bool):
+        default = field.default
+        if isinstance(default, bool):
             group.add_argument(option, action="store_const", const=True, help="on")
+        elif isinstance(default, str):
+            choices = CHOICES[field.name]
+            group.add_argument(option, choices=choices, help=f"default: {default or 'that of the queries'}")
         else:
-            group.add_argument(option, type=type(field.default), help=f"default: {field.default or 'off'}")
-    return parser.parse_args()
+            kind = at_least(1 if default else 0, type(default))
+            group.add_argument(option, type=kind, help=f"default: {default or 'off'}")
+    arguments = parser.parse_args()
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"there is no folder {path.parent} to write {path.name} into")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
+    try:
+        return arguments, choose_rows(arguments)
+    except ValueError as reason:
+        parser.error(str(reason))
 
 
 def choose_rows(arguments: argparse.Namespace) -> list[Row]:
     """The shape that was described, or the rows of the table that this process has cores for."""
     names = [field.name for field in dataclasses.fields(Shape)]
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if given:
-        return [Row("shape", Shape(**given), arguments.threads, [])]
+    if given or arguments.threads:
+        if arguments.rows:
+            raise ValueError("--rows chooses from the table, which a shape of your own replaces")
+        shape = Shape(**given)
+        if shape.query_len > shape.context:
+            raise ValueError(
+                f"query_len {shape.query_len} is more than context {shape.context}, which counts queries too"
+            )
+        if shape.heads % shape.kv_heads != 0:
+            raise ValueError(f"heads, {shape.heads}, is no multiple of kv_heads, {shape.kv_heads}")
+        if shape.head_dim % 8 != 0 or shape.head_dim > 256:
+            raise ValueError(f"head_dim is {shape.head_dim}; supported: multiples of 8 up to 256")
+        return [Row("shape", shape, arguments.threads or 1, [])]
     num_cores = len(os.sched_getaffinity(0))
-    rows = [row for row in ROWS if row.name.startswith(tuple(arguments.rows))]
+    rows = [row for row in ROWS if row.name.startswith(tuple(arguments.rows or [""]))]
+    if not rows:
+        raise ValueError(f"no row's name begins with {' or '.join(arguments.rows)}")
     for row in rows:
         if row.threads > num_cores:
             print(f"left out for want of cores: {row.name}")
@@ -274,8 +320,7 @@ def choose_rows(arguments: argparse.Namespace) -> list[Row]:
 
 def main() -> None:
     """Run the rows, print them and the bars."""
-    arguments = parse_arguments()
-    rows = choose_rows(arguments)
+    arguments, rows = parse_arguments()
     with_kernels = arguments.peers and attention_peers.load_kernels()
     print(timing.machine_line())
     store = Store(arguments.fresh, f"peers={arguments.peers} rounds={arguments.rounds}")

@@ -28,19 +28,20 @@ uint64_t read_bytes(const char* data, size_t num_bytes, int num_threads) {
   uint64_t total = 0;
 #pragma omp parallel num_threads(num_threads) reduction(+ : total)
   {
-    const size_t share = num_bytes / STEP / omp_get_num_threads() * STEP;
-    const char* begin = data + share * omp_get_thread_num();
+    const size_t num_all = omp_get_num_threads(), thread = omp_get_thread_num(), steps = num_bytes / STEP;
+    const char* end = data + steps * (thread + 1) / num_all * STEP;
     Vector sum[LANES] = {{0}};
-    for (size_t i = 0; i < share; i += STEP) {
+    for (const char* here = data + steps * thread / num_all * STEP; here < end; here += STEP) {
       for (int lane = 0; lane < LANES; ++lane) {
-        __builtin_prefetch(begin + i + AHEAD + lane * sizeof(Vector), 0, 2);
-        sum[lane] += *(const Vector*)(begin + i + lane * sizeof(Vector));
+        __builtin_prefetch(here + AHEAD + lane * sizeof(Vector), 0, 2);
+        sum[lane] += *(const Vector*)(here + lane * sizeof(Vector));
       }
     }
     for (int lane = 0; lane < LANES; ++lane) {
       for (size_t j = 0; j < sizeof(Vector) / sizeof(uint64_t); ++j) total += sum[lane][j];
     }
   }
+  for (size_t i = num_bytes / STEP * STEP; i < num_bytes; ++i) total += (unsigned char)data[i];
   return total;
 }
 
@@ -133,6 +134,8 @@ def page_reader(pools: list[torch.Tensor], block_table: torch.Tensor) -> Callabl
         block_table: block ids of any shape.
     """
     page_bytes = pools[0][0].nbytes
+    if page_bytes % 512 != 0:
+        raise ValueError(f"a block has {page_bytes} bytes; page_reader takes multiples of 512")
     places = [
         pool.data_ptr() + block * page_bytes for block in block_table.flatten().tolist() for pool in pools
     ]

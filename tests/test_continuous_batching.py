@@ -39,9 +39,18 @@ def test_tokens_equal_sdpa(family: str) -> None:
     assert generate_batch(model, continuous_batching.IMPLEMENTATION, PROMPTS, 12) == expected
 
 
-def test_softcap_which_sdpa_does_not_have() -> None:
-    expected = [expected_tokens("gemma2", tuple(prompt), 12) for prompt in PROMPTS]
-    assert generate_batch(make_model("gemma2"), continuous_batching.IMPLEMENTATION, PROMPTS, 12) == expected
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_softcap_and_sinks_which_sdpa_does_not_have(family: str) -> None:
+    expected = [expected_tokens(family, tuple(prompt), 12) for prompt in PROMPTS]
+    assert generate_batch(make_model(family), continuous_batching.IMPLEMENTATION, PROMPTS, 12) == expected
+
+
+def test_models_of_other_flavours_alone_do_not_take_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    model.set_attn_implementation("eager")
+    monkeypatch.setattr(type(model), "_compatible_flash_implementations", ["flash_attention_4"])
+    with pytest.raises(Exception, match=r"(?i)flash.*4|kernels"):
+        model.set_attn_implementation(continuous_batching.IMPLEMENTATION)
 
 
 def test_padded_batches_work_too() -> None:

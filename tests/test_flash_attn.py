@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pagedkv.integrations import _flash_attn_checks
 from pagedkv.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -205,7 +206,12 @@ def test_what_is_not_supported_says_so() -> None:
         (ValueError, "cache_batch_idx", flash_attn_with_kvcache, {"page_table": 1, "cache_batch_idx": 1}),
         (ValueError, "rotary_cos needs k", flash_attn_with_kvcache, {"rotary_cos": cos}),
         (ValueError, "together", flash_attn_with_kvcache, {"k": k[:, :1], "v": k[:, :1], "rotary_cos": cos}),
-        (IndexError, "slot", flash_attn_with_kvcache, {"k": k[:, :1], "v": k[:, :1], "cache_seqlens": 3}),
+        (
+            IndexError,
+            "1 new keys do not fit behind the 3 of sequence 0",
+            flash_attn_with_kvcache,
+            {"k": k[:, :1], "v": k[:, :1], "cache_seqlens": 3},
+        ),
     ]
     new = {"k": k, "v": k, "rotary_cos": cos, "rotary_sin": cos, "cache_seqlens": 0}
     left = torch.zeros(1, dtype=torch.int32)
@@ -220,6 +226,122 @@ def test_what_is_not_supported_says_so() -> None:
         flash_attn_with_kvcache(q[:, :1], k, k, **new)
     with pytest.raises(NotImplementedError, match="dropout_p"):
         flash_attn_varlen_func(q[0], k[0], k[0], starts, starts, 3, 3, dropout_p=0.5)
+
+
+def test_nothing_is_written_before_an_error() -> None:
+    """Whatever is wrong, the caches are as they were."""
+    q, new = states(3, 1, NUM_HEADS, HEAD_DIM), states(3, 1, NUM_KV_HEADS, HEAD_DIM, seed=1)
+    caches = states(2, 3, 16, NUM_KV_HEADS, HEAD_DIM, seed=2)
+    before = caches.clone()
+    rotary, pairs = states(20, 4), new.expand(3, 2, -1, -1)
+    table = torch.tensor([[0], [1], [2]], dtype=torch.int32)
+    cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (NotImplementedError, "window_size", {"window_size": (2, 1)}),
+        (NotImplementedError, "alibi_slopes", {"alibi_slopes": torch.ones(NUM_HEADS)}),
+        (TypeError, "window_size", {"window_size": 4}),
+        (TypeError, "Half", {"q": q.half()}),
+        (TypeError, "alibi_slopes", {"alibi_slopes": torch.ones(NUM_HEADS).half(), "causal": True}),
+        (ValueError, "softcap", {"softcap": -1.0}),
+        (ValueError, "sinks", {"s_aux": torch.ones(5)}),
+        (ValueError, "heads", {"q": q[:, :, :3]}),
+        (ValueError, "^k must be", {"k": torch.cat([new, new]), "v": torch.cat([new, new])}),
+        (ValueError, "^k must be", {"k": new[:2], "v": new[:2]}),
+        (ValueError, "^v must be", {"k": pairs, "v": pairs.transpose(0, 1)}),
+        (ValueError, "^v must be", {"v": pairs}),
+        (ValueError, "rotary_sin", {"rotary_sin": rotary}),
+        (ValueError, "rotary_sin", {"rotary_cos": rotary}),
+        (ValueError, "^cache_seqlens", {"cache_seqlens": table[:1, 0]}),
+        (ValueError, "^cache_batch_idx", {"cache_batch_idx": table[:1, 0]}),
+        (ValueError, "^block_table", {"block_table": table[:1]}),
+        (ValueError, "^k_cache has 2 rows", {"k_cache": caches[0, :2], "v_cache": caches[1, :2]}),
+        (IndexError, "cache_seqlens.0. is -1", {"cache_seqlens": table[:, 0] - 1}),
+        (IndexError, "behind the 16 of sequence 1: .* room for 16", {"cache_seqlens": table[:, 0] * 16}),
+        (IndexError, "sequence 2 needs block 3", {"block_table": table + 1}),
+        (IndexError, "sequence 0 needs block -1", {"cache_batch_idx": table[:, 0] - 1}),
+        (
+            NotImplementedError,
+            "leftpad",
+            {"rotary_cos": rotary, "rotary_sin": rotary, "cache_leftpad": table[:, 0]},
+        ),
+        (IndexError, "positions", {"rotary_cos": rotary[:4], "rotary_sin": rotary[:4]}),
+    ]
+    for error, message, keywords in cases:
+        arguments = {
+            "q": q,
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "k": new,
+            "v": new,
+            "cache_seqlens": 4,
+        }
+        with pytest.raises(error, match=message):
+            flash_attn_with_kvcache(**{**arguments, **keywords})
+        assert torch.equal(caches, before), message
+
+
+@pytest.mark.parametrize(
+    ("starts_k", "message"),
+    [
+        ([0, 5, 12], r"cu_seqlens_k\[2\] is 12, past the 9 tokens"),
+        ([0, 5, 4], r"cu_seqlens_k\[2\] is 4"),
+        ([-2, 5, 9], r"cu_seqlens_k\[0\] is -2"),
+        ([0, 4, 7], r"cu_seqlens_q\[1\] is 5"),
+    ],
+)
+def test_starts_that_lead_outside(starts_k: list[int], message: str) -> None:
+    q, k = states(4, NUM_HEADS, HEAD_DIM), states(9, NUM_KV_HEADS, HEAD_DIM)
+    starts_q = [0, 5, 4] if "cu_seqlens_q" in message else [0, 1, 4]
+    with pytest.raises(IndexError, match=message):
+        flash_attn_varlen_func(q, k, k, torch.tensor(starts_q).int(), torch.tensor(starts_k).int(), 4, 9)
+
+
+def test_keys_past_the_end_are_zeros_where_the_host_sees_no_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device. Memory of nobody, which they could be instead, is NaN here."""
+    monkeypatch.setattr(_flash_attn_checks, "host_sees", lambda tensor: False)
+    monkeypatch.setattr(
+        Tensor, "new_empty", lambda self, *shape, **kinds: self.new_full(shape, math.nan, **kinds)
+    )
+    q, k = states(3, NUM_HEADS, HEAD_DIM), states(9, NUM_KV_HEADS, HEAD_DIM)
+    out = flash_attn_varlen_func(q, k, k, starts_of((1, 2)), starts_of((5, 7)), 2, 9)
+    monkeypatch.undo()
+    padded = torch.cat([k[5:], torch.zeros(3, NUM_KV_HEADS, HEAD_DIM)])
+    close(out[1:], dense(q[1:], padded, padded)[0])
+
+
+def test_sizes_that_differ_name_the_argument() -> None:
+    q, k = states(2, 3, NUM_HEADS, HEAD_DIM), states(3, 3, NUM_KV_HEADS, HEAD_DIM)
+    for arguments, message in (
+        ((q, k, k), "^k must be .* dimension 0 must be 2"),
+        ((q, k[:2], k), "^v must be .* dimension 0 must be 2"),
+        ((q, k[:2], k[:2, :2]), "^v must be .* dimension 1 must be 3"),
+        ((q[0], k, k), "^q must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            flash_attn_func(*arguments)
+
+
+def test_no_keys_and_no_queries() -> None:
+    """Output 0 and log-sum-exp -inf where there is no key; results without rows where there is no query."""
+    for batch_size, seqlen_q, seqlen_k in ((2, 3, 0), (2, 0, 3), (0, 3, 3), (0, 0, 0), (2, 0, 0)):
+        q, k = (states(batch_size, n, NUM_HEADS, HEAD_DIM) for n in (seqlen_q, seqlen_k))
+        out, lse, _ = flash_attn_func(q, k, k, return_attn_probs=True)
+        assert torch.equal(out, torch.zeros_like(q))
+        assert torch.equal(lse, torch.full((batch_size, NUM_HEADS, seqlen_q), -math.inf))
+        out, lse = flash_attn_with_kvcache(q, k, k, return_softmax_lse=True)
+        assert torch.equal(out, torch.zeros_like(q))
+        assert lse.shape == (batch_size, NUM_HEADS, seqlen_q)
+        starts = [torch.arange(batch_size + 1).int() * n for n in (seqlen_q, seqlen_k)]
+        q, k = q.flatten(0, 1), k.flatten(0, 1)
+        out, lse, _ = flash_attn_varlen_func(q, k, k, *starts, seqlen_q, seqlen_k, return_attn_probs=True)
+        assert torch.equal(out, torch.zeros_like(q))
+        assert torch.equal(lse, torch.full((NUM_HEADS, len(q)), -math.inf))
+
+
+def test_none_is_off() -> None:
+    q, (k, v) = states(2, 5, NUM_HEADS, HEAD_DIM), states(2, 2, 9, NUM_KV_HEADS, HEAD_DIM, seed=1)
+    expected = flash_attn_func(q, k, v)
+    for window in (None, (None, None), (-1, None)):
+        assert torch.equal(flash_attn_func(q, k, v, window_size=window, softcap=None), expected)
 
 
 def test_arguments_are_those_of_flash_attention() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AttentionInterface, modeling_flash_attention_utils
+from transformers import AttentionInterface, PreTrainedModel, modeling_flash_attention_utils
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
@@ -25,6 +25,7 @@ from pagedkv.integrations.flash_attn import (
 )
 
 IMPLEMENTATION = "pagedkv_flash"
+_WITH_SINKS = "kernels-community/vllm-flash-attn3"  # has the arguments of ours
 
 _import_others = modeling_flash_attention_utils._lazy_imports
 
@@ -38,7 +39,21 @@ def _import_functions(implementation: str | None, *args: Any, **kwargs: Any) -> 
     return (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, *padding)
 
 
-# There is no public way to name functions for an implementation of one's own.
+_models: Any = PreTrainedModel
+_choose_others = _models._check_and_adjust_attn_implementation
+
+
+def _choose_implementation(model: Any, implementation: str | None, *args: Any, **kwargs: Any) -> str:
+    """Transformers' choice; models that want a FlashAttention with sinks may have ours as well."""
+    listed = getattr(model, "_compatible_flash_implementations", None) or ()
+    if implementation == IMPLEMENTATION and _WITH_SINKS in listed:
+        return IMPLEMENTATION
+    chosen: str = _choose_others(model, implementation, *args, **kwargs)
+    return chosen
+
+
+# There is no public way to name functions for an implementation of one's own, nor for a model to accept it.
+_models._check_and_adjust_attn_implementation = _choose_implementation
 modeling_flash_attention_utils._lazy_imports = _import_functions
 AttentionInterface.register(IMPLEMENTATION, flash_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, flash_attention_mask)
