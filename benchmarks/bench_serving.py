@@ -30,6 +30,7 @@ import timing
 from serving_workloads import KV_TOKENS, WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
+DTYPES = ["bfloat16", "float32"]
 KEPT = ROOT / "build" / "serving"
 # Slow systems see the beginning of a workload.
 PREFIX = {"S": 24, "D": 8, "B": 24}
@@ -231,12 +232,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peers", action="store_true", help="vLLM too")
     parser.add_argument("--pairs", type=int, default=3, help="runs of pagedkv and of vLLM")
-    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--fresh", action="store_true", help="run every stage again")
     parser.add_argument("--json", type=Path, help="where to write rows and bars")
     parser.add_argument("--plot", type=Path, help="where to draw KV memory over time")
     arguments = parser.parse_args()
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
     KEPT.mkdir(parents=True, exist_ok=True)
     print(timing.machine_line(), flush=True)
     model = prepare_model()
