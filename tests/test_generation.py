@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -187,6 +188,25 @@ def test_draws_follow_the_distribution() -> None:
     assert share(0, top_k=3, top_p=0.5) == pytest.approx(1.0)
 
 
+def test_an_impossible_token_is_never_drawn() -> None:
+    from pagedkv.generation.sampling import draw_token
+
+    logits = torch.tensor([-torch.inf, 1.0, 1.0, -torch.inf])
+    for uniform in (0.0, 0.5, 1 - 2**-26, 1 - 2**-53):
+        for options in ({}, {"top_k": 3}, {"top_p": 0.999}):
+            sampling = Sampling(temperature=1.0, **options)  # type: ignore[arg-type]
+            assert draw_token(logits, sampling, uniform) in (1, 2)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-38, 5e-324])
+def test_a_tiny_temperature_takes_the_likeliest_token(temperature: float) -> None:
+    from pagedkv.generation.sampling import draw_token
+
+    for logits in ([0.0, 30.0, 0.0, 29.0], [-torch.inf, -3e38, -torch.inf, -torch.inf]):
+        sampling = Sampling(temperature=temperature)
+        assert draw_token(torch.tensor(logits), sampling, 0.99) == 1
+
+
 def test_seeds_are_independent_of_the_batch_and_differ() -> None:
     options: dict[str, Any] = {"max_new_tokens": 10, "temperature": 1.5}
     generator = make_generator()
@@ -330,11 +350,27 @@ def test_errors() -> None:
         ("n", 0),
         ("top_k", 0),
         ("temperature", -1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
         ("top_p", 0),
         ("stop", "x"),
+        ("stop", None),
+        ("stop", [3]),
     ):
         with pytest.raises(ValueError, match=name):
             Sampling(**{name: value})
+    for name, value in (
+        ("max_new_tokens", 2.5),
+        ("max_new_tokens", None),
+        ("n", 1.0),
+        ("top_k", float("nan")),
+        ("stop_token_ids", 2),
+        ("stop_token_ids", None),
+        ("stop_token_ids", ["a"]),
+    ):
+        with pytest.raises(TypeError, match=name):
+            Sampling(**{name: value})
+    assert Sampling(stop_token_ids=iter([3, np.int64(4)])).stop_token_ids == (3, 4)  # type: ignore[arg-type]
     for name in ("max_batch_tokens", "max_num_seqs", "reserve"):
         with pytest.raises(ValueError, match=name):
             make_generator(**{name: -1})

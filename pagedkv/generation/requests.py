@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,8 +39,9 @@ class Sampling:
         logprobs: also keep each token's log-probability under the model, before temperature and cuts.
 
     Raises:
-        ValueError: max_new_tokens, n or top_k below 1, a negative temperature, top_p outside (0, 1], an empty
-            stop string.
+        TypeError: max_new_tokens, n or top_k that is no integer, stop_token_ids that are no list of integers.
+        ValueError: max_new_tokens, n or top_k below 1, a temperature that is negative or not finite, top_p
+            outside (0, 1], an empty stop string.
 
     >>> Sampling(max_new_tokens=8, temperature=0.7, seed=1).n
     1
@@ -54,17 +58,30 @@ class Sampling:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, and keep lists as they are now."""
         for name in ("max_new_tokens", "n", "top_k"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name == "top_k":
+                continue
+            if not isinstance(value, numbers.Integral):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if isinstance(self.stop, str) or "" in self.stop:
+        try:
+            stop_token_ids = tuple(operator.index(token) for token in self.stop_token_ids)
+        except TypeError:
+            raise TypeError(
+                f"stop_token_ids must be a list of integers, got {self.stop_token_ids!r}"
+            ) from None
+        stop = None if self.stop is None or isinstance(self.stop, str) else tuple(self.stop)
+        if stop is None or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be a list of strings that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "stop", stop)
 
     def replaced(self, **options: object) -> Sampling:
         """The same with other values."""
