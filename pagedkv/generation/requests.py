@@ -137,50 +137,40 @@ class Event:
     """Set with the last token."""
 
 
+@dataclass(frozen=True)
 class TextBuilder:
-    """Text of tokens that come one by one: no half characters, and no beginnings of stop strings."""
+    """Text of tokens that come one by one: no half characters, and no beginnings of stop strings.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Start empty."""
-        self._decode = tokenizer.decode
-        self._stop = stop
-        self._token_ids: list[int] = []
-        self._context_begin = 0  # some tokens read differently after others: these are decoded again
-        self._num_read = 0
-        self._text = ""
-        self._num_given = 0
+    Attributes:
+        token_ids: the last ones: some tokens read differently after others, so that these are decoded again.
+        num_read: of these, the leading ones whose text is known.
+        held: the end of the known text, with which a stop string may be beginning.
+    """
 
-    def add(self, token_id: int) -> bool:
-        """Take a token; whether a stop string is complete."""
-        self._token_ids.append(token_id)
-        window = self._token_ids[self._context_begin :]
-        text = self._decode(window, skip_special_tokens=True)
+    tokenizer: Tokenizer
+    stop: Sequence[str]
+    token_ids: tuple[int, ...] = ()
+    num_read: int = 0
+    held: str = ""
+
+    def add(self, token_id: int) -> tuple[TextBuilder, str, bool]:
+        """With one more token; the text that has become certain by it; whether a stop string is complete."""
+        token_ids = [*self.token_ids, token_id]
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd"):  # in the middle of a character
-            return False
-        known = self._decode(window[: self._num_read - self._context_begin], skip_special_tokens=True)
-        num_before = len(self._text)
-        self._text += text[len(known) :]
-        self._context_begin, self._num_read = self._num_read, len(self._token_ids)
-        for stop in self._stop:
-            found = self._text.find(stop, max(0, num_before - len(stop) + 1))
-            if found >= 0:
-                self._text = self._text[:found]
-                return True
-        return False
+            return dataclasses.replace(self, token_ids=tuple(token_ids)), "", False
+        known = self.tokenizer.decode(token_ids[: self.num_read], skip_special_tokens=True)
+        text = self.held + text[len(known) :]
+        places = [place for place in map(text.find, self.stop) if place >= 0]
+        end = min(places) if places else len(text) - self._num_uncertain(text)
+        held = "" if places else text[end:]
+        context = tuple(token_ids[self.num_read :])
+        return TextBuilder(self.tokenizer, self.stop, context, len(context), held), text[:end], bool(places)
 
-    def take(self, *, final: bool) -> str:
-        """What has become certain since the last call; the rest too where nothing more comes."""
-        end = len(self._text) - (0 if final else self._num_uncertain())
-        new, self._num_given = self._text[self._num_given : end], max(end, self._num_given)
-        return new
-
-    def _num_uncertain(self) -> int:
+    def _num_uncertain(self, text: str) -> int:
         """Characters at the end with which a stop string may be beginning."""
         lens = [
-            length
-            for stop in self._stop
-            for length in range(1, len(stop))
-            if self._text.endswith(stop[:length])
+            length for stop in self.stop for length in range(1, len(stop)) if text.endswith(stop[:length])
         ]
         return max(lens, default=0)
 

@@ -56,6 +56,8 @@ class Branch:
         sequence: None while the branch waits without keys and values.
         num_computed: tokens whose keys and values are in the cache.
         is_root: the prompt is not computed yet, so that it stands for all completions.
+        forks: of a root, the branches of the further completions.
+        uniform: the random number that draws the next token.
         order: of coming.
         beginning: its first tokens.
     """
@@ -68,11 +70,14 @@ class Branch:
     is_root: bool
     sequence: Sequence | None = None
     num_computed: int = 0
+    forks: list[Branch] = field(default_factory=list)
+    uniform: float = field(init=False)
     order: tuple[int, int] = field(init=False)
     beginning: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """The first to come is the last to be preempted."""
+        self.uniform = self.draws.random()
         self.order = (self.request.number, self.index)
         self.beginning = self.token_ids[:_BEGINNING]
 
@@ -128,6 +133,15 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_num_seqs = max_num_seqs
         self._reserve = reserve
+
+    def fork(self, root: Branch) -> None:
+        """Have a branch whose prompt is computed, and all its forks, run each for itself."""
+        assert root.sequence is not None
+        root.is_root = False
+        for fork in root.forks:
+            fork.sequence, fork.num_computed = root.sequence.fork(), root.num_computed
+        self.running += root.forks
+        root.forks = []
 
     def drop(self, request: Request) -> None:
         """Forget a request, and give back what its branches hold."""
