@@ -141,6 +141,17 @@ def test_requests_admitted_together_share_prefixes() -> None:
     assert (again[0].num_cached_tokens, tokens_of(again)) == (44, tokens_of(requests[:1]))
 
 
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """The second request is preempted within its prompt, and finds its own blocks when it comes again."""
+    generator = make_generator(num_blocks=11, reserve=0.0, max_batch_tokens=4)
+    first = generator.submit(PROMPTS[4], max_new_tokens=30)
+    second = generator.submit(PROMPTS[3], max_new_tokens=2)
+    list(generator.stream([first, second]))
+    assert generator.stats.num_preemptions > 0
+    assert generator.stats.num_cached_tokens > 0
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
+
+
 def test_without_prefix_caching_nothing_waits() -> None:
     generator = make_generator(prefix_caching=False)
     requests = [generator.submit(PROMPTS[0], max_new_tokens=2) for _ in range(3)]

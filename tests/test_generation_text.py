@@ -58,6 +58,22 @@ def test_of_several_stop_strings_the_earliest_in_the_text_ends_it() -> None:
     assert (request.completions[0].text, request.completions[0].token_ids) == ("x", [0])
 
 
+def test_the_text_ends_before_a_stop_token() -> None:
+    generator = scripted([0, 1, 2], tokenizer=Letters())
+    request = generator.submit([1], max_new_tokens=3, stop_token_ids=[2], stop=["BX"])
+    assert [event.text for event in generator.stream([request])] == ["A", "", "B"]
+    completion = request.completions[0]
+    assert (completion.text, completion.token_ids, completion.finish_reason) == ("AB", [0, 1, 2], "stop")
+
+
+def test_text_held_back_is_kept_when_the_request_is_cancelled() -> None:
+    generator = scripted([0, 1, 2], tokenizer=Letters())
+    request = generator.submit([1], max_new_tokens=3, stop=["BX"])
+    assert [event.text for _ in range(2) for event in generator.step()] == ["A", ""]
+    generator.cancel(request)
+    assert (request.completions[0].text, request.completions[0].finish_reason) == ("AB", "cancelled")
+
+
 def test_text_has_no_half_characters() -> None:
     generator = scripted([0, 90, 91, 90, 91], tokenizer=Letters())
     request = generator.submit([1], max_new_tokens=5)

@@ -181,9 +181,12 @@ class Generator:
     def cancel(self, request: Request) -> None:
         """End a request now: its blocks are free at once, its completions keep what they have.
 
+        Text that was held back, as a stop string might have been beginning, comes to `Completion.text`.
         Does nothing for a request that is done.
         """
-        self._scheduler.drop(request)
+        for branch in self._scheduler.drop(request):
+            if branch.text is not None:
+                branch.completion.text += branch.text.held
         for completion in request.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "cancelled"

@@ -33,7 +33,8 @@ class Sampling:
         top_p: only the likeliest tokens that together reach this probability are drawn.
         seed: of the draws. The same seed gives the same draws whatever else runs; None: another one each
             time.
-        stop_token_ids: a completion ends with any of these tokens, which it keeps.
+        stop_token_ids: a completion ends with any of these tokens. It keeps the token, but its text ends
+            before it.
         stop: a completion ends where its text contains any of these; its text ends before them. Needs the
             generator's tokenizer.
         logprobs: also keep each token's log-probability under the model, before temperature and cuts.
@@ -97,7 +98,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     """Their log-probabilities, where the request asked for them."""
     text: str = ""
-    """Their text, where the generator has a tokenizer, without special tokens and stop strings."""
+    """Their text, where the generator has a tokenizer, without special tokens, stop tokens and strings."""
     finish_reason: FinishReason | None = None
     """Why it ended: "length", "stop" or "cancelled"; None while it has not."""
 

@@ -56,6 +56,7 @@ class Branch:
         sequence: None while the branch waits without keys and values.
         num_computed: tokens whose keys and values are in the cache.
         is_root: the prompt is not computed yet, so that it stands for all completions.
+        is_new: it was never admitted, nor forked from one that was.
         forks: of a root, the branches of the further completions.
         uniform: the random number that draws the next token.
         order: of coming.
@@ -70,6 +71,7 @@ class Branch:
     is_root: bool
     sequence: Sequence | None = None
     num_computed: int = 0
+    is_new: bool = True
     forks: list[Branch] = field(default_factory=list)
     uniform: float = field(init=False)
     order: tuple[int, int] = field(init=False)
@@ -139,17 +141,18 @@ class Scheduler:
         assert root.sequence is not None
         root.is_root = False
         for fork in root.forks:
-            fork.sequence, fork.num_computed = root.sequence.fork(), root.num_computed
+            fork.sequence, fork.num_computed, fork.is_new = root.sequence.fork(), root.num_computed, False
         self.running += root.forks
         root.forks = []
 
-    def drop(self, request: Request) -> None:
-        """Forget a request, and give back what its branches hold."""
-        for branch in [*self.running, *self.waiting]:
-            if branch.request is request:
-                self.release(branch)
+    def drop(self, request: Request) -> list[Branch]:
+        """Forget a request, and give back what its branches hold; these branches."""
+        branches = [branch for branch in [*self.running, *self.waiting] if branch.request is request]
+        for branch in branches:
+            self.release(branch)
         self.running = [branch for branch in self.running if branch.request is not request]
         self.waiting = [branch for branch in self.waiting if branch.request is not request]
+        return branches
 
     def drop_ended(self) -> None:
         """Forget branches whose completion has ended."""
@@ -250,8 +253,9 @@ class Scheduler:
         branch.sequence = cache.add_sequence(branch.token_ids)
         branch.num_computed = branch.sequence.num_cached_tokens
         self.stats.num_cached_tokens += branch.num_computed
-        if len(branch.completion.token_ids) == 0:
+        if branch.is_new:
             branch.request.num_cached_tokens = branch.num_computed
+            branch.is_new = False
         return True
 
     def _preempt(self, branch: Branch) -> None:
