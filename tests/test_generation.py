@@ -320,3 +320,17 @@ def test_statistics_and_the_limit_of_sequences() -> None:
     assert stats.num_computed_tokens == sum(map(len, PROMPTS)) + (NUM_TOKENS - 1) * len(PROMPTS)
     assert 1 < stats.mean_running <= 3
     assert generator.step() == []
+
+
+def test_the_limit_of_sequences_counts_what_will_fork() -> None:
+    generator = make_generator(max_num_seqs=4, max_batch_tokens=8)
+    requests = [
+        generator.submit(prompt, n=n, max_new_tokens=5)
+        for n, prompt in zip((3, 1, 2, 6, 1), PROMPTS[3:], strict=True)
+    ]
+    while generator.num_running or generator.num_waiting:
+        generator.step()
+        is_large_one = 0 < len(requests[3].completions[0].token_ids) < 5  # it runs alone
+        assert generator.num_running <= (6 if is_large_one else 4)
+    assert generator.stats.peak_running == 6
+    assert generator.stats.num_preemptions == 0

@@ -48,7 +48,7 @@ class Generator:
         cache: the cache that the model attends to.
         tokenizer: turns tokens into text, for `Completion.text`, streams and stop strings.
         max_batch_tokens: rows of a step; decoding branches take part in any case.
-        max_num_seqs: branches that run at once.
+        max_num_seqs: branches that run at once. A request with a larger n runs alone.
         reserve: admission counts on this share of the new tokens that requests allow. With 1 a request starts
             only when all that run can grow to their ends, and nothing is preempted unless prompts that take
             several steps upset the forecast; with 0 as soon as its prompt fits.

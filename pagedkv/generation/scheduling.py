@@ -205,9 +205,10 @@ class Scheduler:
     def _admit(self, branches: list[Branch], counts: list[int]) -> None:
         """Start branches that wait while budget and pool allow, and add them to the batch."""
         budget = self._max_batch_tokens - sum(counts)
+        num_seqs = sum(1 + len(branch.forks) for branch in self.running)  # what they become
         for branch in list(self.waiting):
-            num_seqs = branch.request.sampling.n if branch.is_root else 1
-            has_place = len(self.running) + num_seqs <= max(self._max_num_seqs, num_seqs)
+            num_more = 1 + len(branch.forks)
+            has_place = num_seqs + num_more <= max(self._max_num_seqs, num_more)
             if budget <= 0 or not has_place:
                 break
             if branch.sequence is None and self._will_share(branch):
@@ -216,6 +217,7 @@ class Scheduler:
                 break
             self.waiting.remove(branch)
             self.running.append(branch)
+            num_seqs += num_more
             branches.append(branch)
             counts.append(min(budget, branch.num_uncomputed))
             budget -= counts[-1]
