@@ -319,6 +319,9 @@ def expected_growth(
     now, and of those that have only the blocks that others may use are left. The worst moment is that of some
     branch's end.
 
+    What is shared within a window gives no room to whom the window takes it from: others may still see it. So
+    each is expected to fill its window with blocks of its own, which may be too many by those shared now.
+
     Args:
         running: branches that hold blocks for the tokens that they have computed.
         candidate: one more, which is taken to hold blocks for all tokens that it knows.
@@ -327,25 +330,28 @@ def expected_growth(
         reserve: share of the tokens still allowed that is expected to come.
         windows: of each group of layers, 0 where it sees all tokens.
     """
-    rows: list[tuple[int, int, int, int]] = []  # tokens computed, known, to come, and those that others have
+    # Tokens computed, known, to come, left at the end, and the leading ones whose blocks others have too.
+    rows: list[tuple[int, int, int, int, int]] = []
+    num_found_running = 0
     for branch in running:
         num_known, num_computed = len(branch.token_ids), branch.num_computed
         num_shared = 0 if branch.sequence is None else branch.sequence.num_shared_tokens
-        num_shared = max(num_shared, _num_common(branch.token_ids, candidate.token_ids, num_found))
+        num_common = _num_common(branch.token_ids, candidate.token_ids, num_found)
+        num_found_running = max(num_found_running, num_common)
+        num_shared = max(num_shared, num_common)
         if num_computed <= num_shared:  # it has just forked: its next token goes into a copy
             num_computed = num_computed // block_size * block_size
-        rows.append((num_computed, num_known, branch.num_to_come(reserve), num_shared))
+        rows.append((num_computed, num_known, branch.num_to_come(reserve), num_shared, num_shared))
     num_known = len(candidate.token_ids)
-    rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known))
-    num_owners = len(rows)
+    rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known, num_found_running))
     for branch in [*running, candidate]:
         if branch.is_root:  # each further completion shares the prompt's full blocks, and copies the last one
             num_known, num_full = len(branch.token_ids), len(branch.token_ids) // block_size * block_size
-            fork = (num_full, num_known, branch.num_to_come(reserve), num_full)
+            fork = (num_full, num_known, branch.num_to_come(reserve), num_full, num_full)
             rows += [fork] * (branch.request.sampling.n - 1)
-    computed, known, to_come, shared = np.array(rows).T
+    computed, known, to_come, left, shared = np.array(rows).T
     moments = np.unique(to_come)[:, None]
-    tokens = np.where(to_come >= moments, known + moments, shared)
+    tokens = np.where(to_come >= moments, known + moments, left)
     full = -(-tokens // block_size) - -(-computed // block_size)
     growth = np.zeros_like(full)
     for window in windows:
@@ -353,9 +359,8 @@ def expected_growth(
             growth += full
             continue
         num_passed = np.maximum(computed - window + 1, 0) // block_size
-        held = -(-computed // block_size) - num_passed
+        own = np.maximum(-(-computed // block_size) - np.maximum(num_passed, -(-shared // block_size)), 0)
         # A window lies in so many blocks, at most. One with a prompt ahead may need them all at once.
         most = np.maximum(-(-(window - 1) // block_size) + 1, -(-known // block_size) - num_passed)
-        own = np.where(np.arange(len(rows)) < num_owners, held, 0)  # forks hold what they share
-        growth += np.clip(full, -held, most - own)
+        growth += np.clip(full, -own, most - own)
     return int(growth.sum(1).max())
