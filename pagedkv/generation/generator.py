@@ -304,7 +304,7 @@ class Generator:
         """Note what was computed, and give the branches their tokens. Runs nothing that may fail."""
         for branch, count in zip(branches, counts, strict=True):
             branch.num_computed += count
-            if branch.num_uncomputed == 0:
+            if branch.is_root and branch.num_uncomputed == 0:
                 self._scheduler.fork(branch)
         events = [self._extend(token) for token in tokens]
         alive = [token.branch for token in tokens if token.finish_reason is None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,8 +11,7 @@ from pagedkv.generation.sampling import draw_token, greedy_tokens, log_probabili
 from pagedkv.generation.scheduling import Branch
 
 
-@dataclass(frozen=True)
-class NextToken:
+class NextToken(NamedTuple):
     """A token that a branch is to get.
 
     Attributes:
@@ -34,15 +33,14 @@ def choose_next(logits: Tensor, row_idxs: list[int], branches: list[Branch]) -> 
     if not branches:
         return []
     rows = logits if row_idxs == list(range(len(logits))) else logits[row_idxs]
-    token_ids = greedy_tokens(rows)
-    for i, branch in enumerate(branches):
-        if branch.request.sampling.temperature > 0:
-            token_ids[i] = draw_token(rows[i], branch.request.sampling, branch.uniform)
-    logprobs = [
-        log_probability(row, token_id) if branch.request.sampling.logprobs else None
-        for row, token_id, branch in zip(rows, token_ids, branches, strict=True)
-    ]
-    return [_next_token(*values) for values in zip(branches, token_ids, logprobs, strict=True)]
+    tokens = []
+    for i, (branch, token_id) in enumerate(zip(branches, greedy_tokens(rows), strict=True)):
+        sampling = branch.request.sampling
+        if sampling.temperature > 0:
+            token_id = draw_token(rows[i], sampling, branch.uniform)
+        logprob = log_probability(rows[i], token_id) if sampling.logprobs else None
+        tokens.append(_next_token(branch, token_id, logprob))
+    return tokens
 
 
 def _next_token(branch: Branch, token_id: int, logprob: float | None) -> NextToken:

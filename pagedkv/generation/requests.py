@@ -9,7 +9,7 @@ import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 FinishReason = Literal["length", "stop", "cancelled"]
 
@@ -138,8 +138,7 @@ class Event:
     """Set with the last token."""
 
 
-@dataclass(frozen=True)
-class TextBuilder:
+class TextBuilder(NamedTuple):
     """Text of tokens that come one by one: no half characters, and no beginnings of stop strings.
 
     Attributes:
@@ -159,7 +158,7 @@ class TextBuilder:
         token_ids = [*self.token_ids, token_id]
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd"):  # in the middle of a character
-            return dataclasses.replace(self, token_ids=tuple(token_ids)), "", False
+            return self._replace(token_ids=tuple(token_ids)), "", False
         known = self.tokenizer.decode(token_ids[: self.num_read], skip_special_tokens=True)
         text = self.held + text[len(known) :]
         places = [place for place in map(text.find, self.stop) if place >= 0]
