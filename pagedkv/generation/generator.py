@@ -10,18 +10,17 @@ import torch
 from torch import Tensor
 
 from pagedkv.cache import Batch, PagedKVCache
+from pagedkv.generation.next_tokens import NextToken, choose_next
 from pagedkv.generation.progress import progress_bar
 from pagedkv.generation.requests import (
     Completion,
     Event,
-    FinishReason,
     Request,
     Sampling,
     TextBuilder,
     Tokenizer,
     draws_of,
 )
-from pagedkv.generation.sampling import draw_token, greedy_tokens, log_probability
 from pagedkv.generation.scheduling import Branch, GeneratorStats, Scheduler, blocks_alone
 
 Model = Callable[[Tensor, Tensor, Batch], Tensor]
@@ -49,7 +48,7 @@ class Generator:
         cache: the cache that the model attends to.
         tokenizer: turns tokens into text, for `Completion.text`, streams and stop strings.
         max_batch_tokens: rows of a step; decoding branches take part in any case.
-        max_num_seqs: branches that run at once.
+        max_num_seqs: branches that run at once. A request with a larger n runs alone.
         reserve: admission counts on this share of the new tokens that requests allow. With 1 a request starts
             only when all that run can grow to their ends, and nothing is preempted unless prompts that take
             several steps upset the forecast; with 0 as soon as its prompt fits.
@@ -153,8 +152,9 @@ class Generator:
             options: values of `Sampling` in place of sampling's own.
 
         Raises:
-            ValueError: the prompt is empty, or does not fit into the pool together with max_new_tokens; stop
-                strings without a tokenizer.
+            TypeError: a value of `Sampling` that is none.
+            ValueError: the same; the prompt is empty, or does not fit into the pool or into the cache's
+                max_tokens_per_seq together with max_new_tokens; stop strings without a tokenizer.
         """
         token_ids = [int(token) for token in prompt]
         sampling = (sampling or Sampling()).replaced(**options)
@@ -163,6 +163,7 @@ class Generator:
         if sampling.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer: make the Generator with tokenizer=")
         num_tokens = len(token_ids) + sampling.max_new_tokens - 1  # the last new one is not stored
+        self.cache.add_sequence(num_tokens=num_tokens).free()  # raises where a sequence cannot be that long
         num_blocks = blocks_alone(num_tokens, self.cache.block_size, self.cache._groups.windows)
         if num_blocks > self.cache.num_blocks:
             raise ValueError(
@@ -172,15 +173,20 @@ class Generator:
         completions = [Completion() for _ in range(sampling.n)]
         request = Request(self._num_requests, token_ids, sampling, completions)
         self._num_requests += 1
-        self._scheduler.waiting.append(self._make_branch(request, 0, token_ids, is_root=True))
+        root = self._make_branch(request, 0)
+        root.forks = [self._make_branch(request, index) for index in range(1, sampling.n)]
+        self._scheduler.waiting.append(root)
         return request
 
     def cancel(self, request: Request) -> None:
         """End a request now: its blocks are free at once, its completions keep what they have.
 
+        Text that was held back, as a stop string might have been beginning, comes to `Completion.text`.
         Does nothing for a request that is done.
         """
-        self._scheduler.drop(request)
+        for branch in self._scheduler.drop(request):
+            if branch.text is not None:
+                branch.completion.text += branch.text.held
         for completion in request.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = "cancelled"
@@ -189,7 +195,8 @@ class Generator:
     def step(self) -> list[Event]:
         """Compute one batch: the tokens that it gave, none where nothing is left to do.
 
-        After an exception, the model's too, everything is as before, and the step can be tried again.
+        After an exception, the model's and the tokenizer's too, everything is as before, and the step can be
+        tried again.
 
         Raises:
             OutOfMemoryError: not even the oldest branch alone finds its blocks. Cancel its request.
@@ -199,6 +206,7 @@ class Generator:
             return []
         try:
             logits = self._forward(branches, counts, batch)
+            tokens = _next_tokens(branches, counts, logits)
             self.cache.commit(batch)
         except BaseException:
             self._undo(branches, batch)
@@ -207,7 +215,7 @@ class Generator:
         self.stats.num_computed_tokens += batch.num_tokens
         self.stats.num_running_total += len(branches)
         self.stats.peak_running = max(self.stats.peak_running, len(branches))
-        return self._advance(branches, counts, logits)
+        return self._advance(branches, counts, tokens)
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
         """Step until these requests are done, and give their tokens as they come.
@@ -242,12 +250,12 @@ class Generator:
             options: values of `Sampling` in place of sampling's own.
 
         Raises:
-            ValueError: as `submit`; nothing was queued.
+            ValueError: as `submit`, and so TypeError; nothing was queued.
         """
         requests: list[Request] = []
         try:
             requests += (self.submit(prompt, sampling, **options) for prompt in prompts)
-        except ValueError:
+        except BaseException:
             for request in requests:
                 self.cancel(request)
             raise
@@ -292,84 +300,51 @@ class Generator:
             branch.sequence.truncate(branch.num_computed)
             branch.sequence.append(branch.token_ids[branch.num_computed :])
 
-    def _advance(self, branches: list[Branch], counts: list[int], logits: Tensor) -> list[Event]:
-        """Give each branch that has all its tokens computed a new one."""
-        row_idxs: list[int] = []
-        growing: list[Branch] = []
-        for row_idx, (branch, count) in enumerate(zip(branches, counts, strict=True)):
+    def _advance(self, branches: list[Branch], counts: list[int], tokens: list[NextToken]) -> list[Event]:
+        """Note what was computed, and give the branches their tokens. Runs nothing that may fail."""
+        for branch, count in zip(branches, counts, strict=True):
             branch.num_computed += count
-            if branch.num_uncomputed == 0:
-                forks = self._fork(branch)
-                growing += forks
-                row_idxs += [row_idx] * len(forks)
-        events = [
-            self._extend(branch, token_id, logprob)
-            for branch, (token_id, logprob) in zip(growing, _choose(logits, row_idxs, growing), strict=True)
-        ]
-        alive = [branch for branch in growing if branch.completion.finish_reason is None]
+            if branch.is_root and branch.num_uncomputed == 0:
+                self._scheduler.fork(branch)
+        events = [self._extend(token) for token in tokens]
+        alive = [token.branch for token in tokens if token.finish_reason is None]
         sequences = [branch.sequence for branch in alive if branch.sequence is not None]
         self.cache.append(sequences, [branch.token_ids[-1] for branch in alive])
-        if len(alive) < len(growing):
+        if len(alive) < len(tokens):
             self._scheduler.drop_ended()
         self.stats.num_new_tokens += len(events)
         return events
 
-    def _fork(self, branch: Branch) -> list[Branch]:
-        """The branch, and at the end of its prompt one more for each further completion."""
-        request = branch.request
-        if not branch.is_root:
-            return [branch]
-        branch.is_root = False
-        assert branch.sequence is not None
-        forks = []
-        for index in range(1, request.sampling.n):
-            fork = self._make_branch(request, index, list(branch.token_ids), is_root=False)
-            fork.sequence = branch.sequence.fork()
-            fork.num_computed = branch.num_computed
-            forks.append(fork)
-        self._scheduler.running += forks
-        return [branch, *forks]
-
-    def _extend(self, branch: Branch, token_id: int, logprob: float | None) -> Event:
-        """Add a token to the branch and to its completion, and end it where that was the last one."""
-        completion, sampling = branch.completion, branch.request.sampling
-        branch.token_ids.append(token_id)
-        completion.token_ids.append(token_id)
-        if logprob is not None:
-            completion.logprobs.append(logprob)
-        reason: FinishReason | None = None
-        if token_id in sampling.stop_token_ids or (branch.text is not None and branch.text.add(token_id)):
-            reason = "stop"
-        elif len(completion.token_ids) == sampling.max_new_tokens:
-            reason = "length"
-        text = "" if branch.text is None else branch.text.take(final=reason is not None)
-        completion.text += text
-        completion.finish_reason = reason
-        if reason is not None:
+    def _extend(self, token: NextToken) -> Event:
+        """Add a token to its branch and to the completion, and end it where that was the last one."""
+        branch, completion = token.branch, token.branch.completion
+        branch.token_ids.append(token.token_id)
+        branch.text, branch.uniform = token.text, branch.draws.random()
+        completion.token_ids.append(token.token_id)
+        if token.logprob is not None:
+            completion.logprobs.append(token.logprob)
+        completion.text += token.new_text
+        completion.finish_reason = token.finish_reason
+        if token.finish_reason is not None:
             self._scheduler.release(branch)
             self.stats.num_finished += 1
-        return Event(branch.request, branch.index, token_id, text, reason)
+        return Event(branch.request, branch.index, token.token_id, token.new_text, token.finish_reason)
 
-    def _make_branch(self, request: Request, index: int, token_ids: list[int], *, is_root: bool) -> Branch:
+    def _make_branch(self, request: Request, index: int) -> Branch:
         sampling, tokenizer = request.sampling, self._tokenizer
         text = None if tokenizer is None else TextBuilder(tokenizer, sampling.stop)
-        return Branch(request, index, list(token_ids), draws_of(sampling, index), text, is_root)
+        return Branch(request, index, list(request.prompt), draws_of(sampling, index), text, index == 0)
 
 
-def _choose(logits: Tensor, row_idxs: list[int], branches: list[Branch]) -> list[tuple[int, float | None]]:
-    """A token for each branch from its row, and its log-probability where the request wants it."""
-    if not branches:
-        return []
-    rows = logits if row_idxs == list(range(len(logits))) else logits[row_idxs]
-    token_ids = greedy_tokens(rows)
-    for i, branch in enumerate(branches):
-        if branch.request.sampling.temperature > 0:
-            token_ids[i] = draw_token(rows[i], branch.request.sampling, branch.draws.random())
-    logprobs = [
-        log_probability(row, token_id) if branch.request.sampling.logprobs else None
-        for row, token_id, branch in zip(rows, token_ids, branches, strict=True)
-    ]
-    return list(zip(token_ids, logprobs, strict=True))
+def _next_tokens(branches: list[Branch], counts: list[int], logits: Tensor) -> list[NextToken]:
+    """Those of branches that have all their tokens computed now; at the end of a prompt of its forks, too."""
+    row_idxs: list[int] = []
+    growing: list[Branch] = []
+    for row_idx, (branch, count) in enumerate(zip(branches, counts, strict=True)):
+        if branch.num_uncomputed == count:
+            growing += [branch, *branch.forks]
+            row_idxs += [row_idx] * (1 + len(branch.forks))
+    return choose_next(logits, row_idxs, growing)
 
 
 def _was_cancelled(request: Request) -> bool:

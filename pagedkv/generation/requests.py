@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 FinishReason = Literal["length", "stop", "cancelled"]
 
@@ -30,14 +33,16 @@ class Sampling:
         top_p: only the likeliest tokens that together reach this probability are drawn.
         seed: of the draws. The same seed gives the same draws whatever else runs; None: another one each
             time.
-        stop_token_ids: a completion ends with any of these tokens, which it keeps.
+        stop_token_ids: a completion ends with any of these tokens. It keeps the token, but its text ends
+            before it.
         stop: a completion ends where its text contains any of these; its text ends before them. Needs the
             generator's tokenizer.
         logprobs: also keep each token's log-probability under the model, before temperature and cuts.
 
     Raises:
-        ValueError: max_new_tokens, n or top_k below 1, a negative temperature, top_p outside (0, 1], an empty
-            stop string.
+        TypeError: max_new_tokens, n or top_k that is no integer, stop_token_ids that are no list of integers.
+        ValueError: max_new_tokens, n or top_k below 1, a temperature that is negative or not finite, top_p
+            outside (0, 1], an empty stop string.
 
     >>> Sampling(max_new_tokens=8, temperature=0.7, seed=1).n
     1
@@ -54,17 +59,30 @@ class Sampling:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, and keep lists as they are now."""
         for name in ("max_new_tokens", "n", "top_k"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name == "top_k":
+                continue
+            if not isinstance(value, numbers.Integral):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if isinstance(self.stop, str) or "" in self.stop:
+        try:
+            stop_token_ids = tuple(operator.index(token) for token in self.stop_token_ids)
+        except TypeError:
+            raise TypeError(
+                f"stop_token_ids must be a list of integers, got {self.stop_token_ids!r}"
+            ) from None
+        stop = None if self.stop is None or isinstance(self.stop, str) else tuple(self.stop)
+        if stop is None or not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"stop must be a list of strings that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "stop", stop)
 
     def replaced(self, **options: object) -> Sampling:
         """The same with other values."""
@@ -80,7 +98,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)
     """Their log-probabilities, where the request asked for them."""
     text: str = ""
-    """Their text, where the generator has a tokenizer, without special tokens and stop strings."""
+    """Their text, where the generator has a tokenizer, without special tokens, stop tokens and strings."""
     finish_reason: FinishReason | None = None
     """Why it ended: "length", "stop" or "cancelled"; None while it has not."""
 
@@ -120,50 +138,39 @@ class Event:
     """Set with the last token."""
 
 
-class TextBuilder:
-    """Text of tokens that come one by one: no half characters, and no beginnings of stop strings."""
+class TextBuilder(NamedTuple):
+    """Text of tokens that come one by one: no half characters, and no beginnings of stop strings.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """Start empty."""
-        self._decode = tokenizer.decode
-        self._stop = stop
-        self._token_ids: list[int] = []
-        self._context_begin = 0  # some tokens read differently after others: these are decoded again
-        self._num_read = 0
-        self._text = ""
-        self._num_given = 0
+    Attributes:
+        token_ids: the last ones: some tokens read differently after others, so that these are decoded again.
+        num_read: of these, the leading ones whose text is known.
+        held: the end of the known text, with which a stop string may be beginning.
+    """
 
-    def add(self, token_id: int) -> bool:
-        """Take a token; whether a stop string is complete."""
-        self._token_ids.append(token_id)
-        window = self._token_ids[self._context_begin :]
-        text = self._decode(window, skip_special_tokens=True)
+    tokenizer: Tokenizer
+    stop: Sequence[str]
+    token_ids: tuple[int, ...] = ()
+    num_read: int = 0
+    held: str = ""
+
+    def add(self, token_id: int) -> tuple[TextBuilder, str, bool]:
+        """With one more token; the text that has become certain by it; whether a stop string is complete."""
+        token_ids = [*self.token_ids, token_id]
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         if text.endswith("\ufffd"):  # in the middle of a character
-            return False
-        known = self._decode(window[: self._num_read - self._context_begin], skip_special_tokens=True)
-        num_before = len(self._text)
-        self._text += text[len(known) :]
-        self._context_begin, self._num_read = self._num_read, len(self._token_ids)
-        for stop in self._stop:
-            found = self._text.find(stop, max(0, num_before - len(stop) + 1))
-            if found >= 0:
-                self._text = self._text[:found]
-                return True
-        return False
+            return self._replace(token_ids=tuple(token_ids)), "", False
+        known = self.tokenizer.decode(token_ids[: self.num_read], skip_special_tokens=True)
+        text = self.held + text[len(known) :]
+        places = [place for place in map(text.find, self.stop) if place >= 0]
+        end = min(places) if places else len(text) - self._num_uncertain(text)
+        held = "" if places else text[end:]
+        context = tuple(token_ids[self.num_read :])
+        return TextBuilder(self.tokenizer, self.stop, context, len(context), held), text[:end], bool(places)
 
-    def take(self, *, final: bool) -> str:
-        """What has become certain since the last call; the rest too where nothing more comes."""
-        end = len(self._text) - (0 if final else self._num_uncertain())
-        new, self._num_given = self._text[self._num_given : end], max(end, self._num_given)
-        return new
-
-    def _num_uncertain(self) -> int:
+    def _num_uncertain(self, text: str) -> int:
         """Characters at the end with which a stop string may be beginning."""
         lens = [
-            length
-            for stop in self._stop
-            for length in range(1, len(stop))
-            if self._text.endswith(stop[:length])
+            length for stop in self.stop for length in range(1, len(stop)) if text.endswith(stop[:length])
         ]
         return max(lens, default=0)
 

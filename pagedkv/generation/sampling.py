@@ -9,6 +9,7 @@ from torch import Tensor
 from pagedkv.generation.requests import Sampling
 
 _PIECE = 256  # of a row of logits
+_LEAST_TEMPERATURE = 1e-37  # its inverse is a float32; the likeliest token alone is left long before
 
 
 def greedy_tokens(logits: Tensor) -> list[int]:
@@ -46,7 +47,8 @@ def draw_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
     >>> draw_token(torch.tensor([0.0, 9.0, 0.0]), Sampling(temperature=1.0), 0.5)
     1
     """
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
+    scores = (scores - scores.max()) / max(sampling.temperature, _LEAST_TEMPERATURE)
     token_ids = None
     if sampling.top_k is not None and sampling.top_k < len(scores):
         scores, token_ids = scores.topk(sampling.top_k)
@@ -60,7 +62,8 @@ def draw_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
         cumulative = cumulative[:num_kept]
     total = float(cumulative[-1])
     place = int(torch.searchsorted(cumulative, uniform * total, right=True))
-    place = min(place, len(cumulative) - 1)  # rounding: uniform * total may be total
+    if place == len(cumulative) or not probabilities[place] > 0:  # rounding: uniform * total may be total
+        return int(logits.argmax())
     return place if token_ids is None else int(token_ids[place])
 
 

@@ -56,6 +56,9 @@ class Branch:
         sequence: None while the branch waits without keys and values.
         num_computed: tokens whose keys and values are in the cache.
         is_root: the prompt is not computed yet, so that it stands for all completions.
+        is_new: it was never admitted, nor forked from one that was.
+        forks: of a root, the branches of the further completions.
+        uniform: the random number that draws the next token.
         order: of coming.
         beginning: its first tokens.
     """
@@ -68,11 +71,15 @@ class Branch:
     is_root: bool
     sequence: Sequence | None = None
     num_computed: int = 0
+    is_new: bool = True
+    forks: list[Branch] = field(default_factory=list)
+    uniform: float = field(init=False)
     order: tuple[int, int] = field(init=False)
     beginning: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         """The first to come is the last to be preempted."""
+        self.uniform = self.draws.random()
         self.order = (self.request.number, self.index)
         self.beginning = self.token_ids[:_BEGINNING]
 
@@ -129,13 +136,23 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._reserve = reserve
 
-    def drop(self, request: Request) -> None:
-        """Forget a request, and give back what its branches hold."""
-        for branch in [*self.running, *self.waiting]:
-            if branch.request is request:
-                self.release(branch)
+    def fork(self, root: Branch) -> None:
+        """Have a branch whose prompt is computed, and all its forks, run each for itself."""
+        assert root.sequence is not None
+        root.is_root = False
+        for fork in root.forks:
+            fork.sequence, fork.num_computed, fork.is_new = root.sequence.fork(), root.num_computed, False
+        self.running += root.forks
+        root.forks = []
+
+    def drop(self, request: Request) -> list[Branch]:
+        """Forget a request, and give back what its branches hold; these branches."""
+        branches = [branch for branch in [*self.running, *self.waiting] if branch.request is request]
+        for branch in branches:
+            self.release(branch)
         self.running = [branch for branch in self.running if branch.request is not request]
         self.waiting = [branch for branch in self.waiting if branch.request is not request]
+        return branches
 
     def drop_ended(self) -> None:
         """Forget branches whose completion has ended."""
@@ -188,9 +205,10 @@ class Scheduler:
     def _admit(self, branches: list[Branch], counts: list[int]) -> None:
         """Start branches that wait while budget and pool allow, and add them to the batch."""
         budget = self._max_batch_tokens - sum(counts)
+        num_seqs = sum(1 + len(branch.forks) for branch in self.running)  # what they become
         for branch in list(self.waiting):
-            num_seqs = branch.request.sampling.n if branch.is_root else 1
-            has_place = len(self.running) + num_seqs <= max(self._max_num_seqs, num_seqs)
+            num_more = 1 + len(branch.forks)
+            has_place = num_seqs + num_more <= max(self._max_num_seqs, num_more)
             if budget <= 0 or not has_place:
                 break
             if branch.sequence is None and self._will_share(branch):
@@ -199,6 +217,7 @@ class Scheduler:
                 break
             self.waiting.remove(branch)
             self.running.append(branch)
+            num_seqs += num_more
             branches.append(branch)
             counts.append(min(budget, branch.num_uncomputed))
             budget -= counts[-1]
@@ -236,8 +255,9 @@ class Scheduler:
         branch.sequence = cache.add_sequence(branch.token_ids)
         branch.num_computed = branch.sequence.num_cached_tokens
         self.stats.num_cached_tokens += branch.num_computed
-        if len(branch.completion.token_ids) == 0:
+        if branch.is_new:
             branch.request.num_cached_tokens = branch.num_computed
+            branch.is_new = False
         return True
 
     def _preempt(self, branch: Branch) -> None:
@@ -299,6 +319,9 @@ def expected_growth(
     now, and of those that have only the blocks that others may use are left. The worst moment is that of some
     branch's end.
 
+    What is shared within a window gives no room to whom the window takes it from: others may still see it. So
+    each is expected to fill its window with blocks of its own, which may be too many by those shared now.
+
     Args:
         running: branches that hold blocks for the tokens that they have computed.
         candidate: one more, which is taken to hold blocks for all tokens that it knows.
@@ -307,25 +330,28 @@ def expected_growth(
         reserve: share of the tokens still allowed that is expected to come.
         windows: of each group of layers, 0 where it sees all tokens.
     """
-    rows: list[tuple[int, int, int, int]] = []  # tokens computed, known, to come, and those that others have
+    # Tokens computed, known, to come, left at the end, and the leading ones whose blocks others have too.
+    rows: list[tuple[int, int, int, int, int]] = []
+    num_found_running = 0
     for branch in running:
         num_known, num_computed = len(branch.token_ids), branch.num_computed
         num_shared = 0 if branch.sequence is None else branch.sequence.num_shared_tokens
-        num_shared = max(num_shared, _num_common(branch.token_ids, candidate.token_ids, num_found))
+        num_common = _num_common(branch.token_ids, candidate.token_ids, num_found)
+        num_found_running = max(num_found_running, num_common)
+        num_shared = max(num_shared, num_common)
         if num_computed <= num_shared:  # it has just forked: its next token goes into a copy
             num_computed = num_computed // block_size * block_size
-        rows.append((num_computed, num_known, branch.num_to_come(reserve), num_shared))
+        rows.append((num_computed, num_known, branch.num_to_come(reserve), num_shared, num_shared))
     num_known = len(candidate.token_ids)
-    rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known))
-    num_owners = len(rows)
+    rows.append((num_known, num_known, candidate.num_to_come(reserve), num_known, num_found_running))
     for branch in [*running, candidate]:
         if branch.is_root:  # each further completion shares the prompt's full blocks, and copies the last one
             num_known, num_full = len(branch.token_ids), len(branch.token_ids) // block_size * block_size
-            fork = (num_full, num_known, branch.num_to_come(reserve), num_full)
+            fork = (num_full, num_known, branch.num_to_come(reserve), num_full, num_full)
             rows += [fork] * (branch.request.sampling.n - 1)
-    computed, known, to_come, shared = np.array(rows).T
+    computed, known, to_come, left, shared = np.array(rows).T
     moments = np.unique(to_come)[:, None]
-    tokens = np.where(to_come >= moments, known + moments, shared)
+    tokens = np.where(to_come >= moments, known + moments, left)
     full = -(-tokens // block_size) - -(-computed // block_size)
     growth = np.zeros_like(full)
     for window in windows:
@@ -333,9 +359,8 @@ def expected_growth(
             growth += full
             continue
         num_passed = np.maximum(computed - window + 1, 0) // block_size
-        held = -(-computed // block_size) - num_passed
+        own = np.maximum(-(-computed // block_size) - np.maximum(num_passed, -(-shared // block_size)), 0)
         # A window lies in so many blocks, at most. One with a prompt ahead may need them all at once.
         most = np.maximum(-(-(window - 1) // block_size) + 1, -(-known // block_size) - num_passed)
-        own = np.where(np.arange(len(rows)) < num_owners, held, 0)  # forks hold what they share
-        growth += np.clip(full, -held, most - own)
+        growth += np.clip(full, -own, most - own)
     return int(growth.sum(1).max())
