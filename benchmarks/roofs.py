@@ -90,6 +90,8 @@ uint64_t read_pages(const char* const* pages, size_t num_pages, size_t page_byte
 }
 """
 
+PAGE_STEP = 512  # bytes that read_pages takes at a time
+
 # A square that reaches the full rate on one core and on two, and no larger: it is timed often.
 _GEMM_SIZE = 768
 GEMM_FLOPS = 2 * _GEMM_SIZE**3
@@ -130,12 +132,12 @@ def page_reader(pools: list[torch.Tensor], block_table: torch.Tensor) -> Callabl
     """A call that reads the blocks of a table in its order, of all pools in turn, and nothing else.
 
     Args:
-        pools: `[num_blocks, ...]` CPU tensors of one shape, blocks contiguous and multiples of 512 bytes.
+        pools: `[num_blocks, ...]` CPU tensors of one shape, blocks contiguous and multiples of PAGE_STEP.
         block_table: block ids of any shape.
     """
     page_bytes = pools[0][0].nbytes
-    if page_bytes % 512 != 0:
-        raise ValueError(f"a block has {page_bytes} bytes; page_reader takes multiples of 512")
+    if page_bytes % PAGE_STEP != 0:
+        raise ValueError(f"a block has {page_bytes} bytes; page_reader takes multiples of {PAGE_STEP}")
     places = [
         pool.data_ptr() + block * page_bytes for block in block_table.flatten().tolist() for pool in pools
     ]
