@@ -1,17 +1,17 @@
 // A task of few rows that all see the same keys: the query heads of one KV head, or of several, at one token.
 //
 // Vectors run along head_dim, so that K and V are used as they lie in the cache, and once. A score vector is
-// split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row: a register of K against a register
-// of Q. Otherwise each lane has a row of its own: 16 bytes of K in every lane against 16 bytes of each row's
-// Q, so that sums over lanes, which cost as much as the products, are not needed. Where K must be widened
-// first, that costs more, so it is widened in registers, once for all rows, and sums over lanes are made.
-// Either way 4 tokens make up a quad, in which the sums over the 4 dwords of a lane end. The softmax step
-// works on vectors of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for DECODE_ROWS rows and a
-// few vectors of head_dim.
+// split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row, otherwise each has a row of its
+// own. Scores of one vector of rows, or of K that must be widened first, are sums over the lanes of registers
+// of K times registers of Q. For two vectors of rows those sums would cost as much as the products; instead
+// 16 bytes of K in every lane meet 16 bytes of each row's Q. Either way 4 tokens make up a quad, in which the
+// sums over the 4 dwords of a lane end. The softmax step works on vectors of LANE_ROWS rows by LANE_TOKENS
+// tokens. Values are added up for DECODE_ROWS rows and a few vectors of head_dim.
 //
-// Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Random pieces of memory come at
-// half the speed of a stream, so a task takes the heads that lie side by side, and while it works on a tile
-// it fetches the next one, of the next task where that is known, in the order of memory.
+// Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Hardware does not know where the
+// next page lies, so while the task works on an item it fetches another, of the next task where that is
+// known, AHEAD_BYTES early. When memory is busy, some of those requests get lost. So each line is asked for
+// twice, the second time half an item later.
 #pragma once
 
 #include <cstring>
@@ -41,8 +41,8 @@ class Decode {
   static constexpr int LANE_TOKENS = Products::LANE_TOKENS;
   static constexpr int KEY_VECTORS = Products::KEY_VECTORS;
   static constexpr int ROWS = Isa::DECODE_ROWS;
-  static constexpr int64_t AHEAD_BYTES =
-      128 * 1024;  // of K and V that are fetched ahead: they and a tile are in the L2 cache
+  static constexpr int64_t AHEAD_BYTES = 64 * 1024;  // of K and V that are fetched ahead
+  static constexpr int MAX_TILES = 8;                // that are found and not yet worked on
   static constexpr int MAX_VECTORS = AttentionKernels::DECODE_ROWS / LANE_ROWS;  // of rows
 
  public:
@@ -58,14 +58,13 @@ class Decode {
     num_vectors_ = static_cast<int>(ceil_div(group_, LANE_ROWS));
     key_dwords_ = static_cast<int>(pad(p.head_dim) / PACK);
     padded_value_dim_ = pad(p.value_head_dim);
-    keys_are_operands_ = Math::IS_STORED && p.head_dim % (Products::LINE_DWORDS * PACK) == 0;
-    // Of all KV heads, not of the task's: the number of threads must not change how tokens are summed up.
+    keys_are_operands_ = Math::IS_STORED && (LANE_ROWS == 1 || num_vectors_ > 1) &&
+                         p.head_dim % (Products::LINE_DWORDS * PACK) == 0;
     const int64_t item_bytes = TOKENS * (p.head_dim + p.value_head_dim) * int64_t{sizeof(Cache)};
-    heads_lie_together_ = p.key_cache_head_stride < p.key_cache_token_stride;
-    tile_tokens_ = heads_lie_together_ && p.num_kv_heads * item_bytes > 2 * AHEAD_BYTES ? TOKENS / 2 : TOKENS;
-    heads_ahead_ = heads_lie_together_
-                       ? task.num_kv_heads
-                       : min_of(task.num_kv_heads, max_of<int64_t>(1, AHEAD_BYTES / item_bytes));
+    // As many as MAX_TILES have, of this task and the next.
+    const int64_t num_heads =
+        task.next == nullptr ? task.num_kv_heads : min_of(task.num_kv_heads, task.next->num_kv_heads);
+    items_ahead_ = max_of<int64_t>(1, min_of(AHEAD_BYTES / item_bytes, (MAX_TILES - 1) * num_heads));
     const int64_t num_rows = task.num_kv_heads * group_, num_vectors = task.num_kv_heads * num_vectors_;
     Arena arena(memory);
     query_ = arena.take<uint32_t>(num_vectors * LANE_ROWS * key_dwords_);
@@ -81,39 +80,24 @@ class Decode {
 
   void attend(float* partial_rows) {
     start();
-    TileRows<TOKENS> tiles[2], *tile = &tiles[0], *next = &tiles[1];
-    Item item, fetched;
-    const auto find_tile = [&](const AttentionTask& task, int32_t token, TileRows<TOKENS>& rows) {
-      rows.find(p_, task, token, min_of(token + tile_tokens_, task.keys_end));
-    };
-    if (task_.keys_begin < task_.keys_end) find_tile(task_, task_.keys_begin, *tile);
-    for (int64_t head = 0; head < heads_ahead_; ++head) {
-      find_share(*tile, task_, head, fetched);
-      for (int t = 0; t < tile_tokens_; ++t) {
-        fetch_to_l2(fetched.key[t], p_.head_dim * sizeof(Cache));
-        fetch_to_l2(fetched.value[t], p_.value_head_dim * sizeof(Cache));
+    TileRows<TOKENS> tiles[MAX_TILES];
+    Item item, items[2], *fetched = &items[0], *before = &items[1];
+    Lookahead ahead{&task_, task_.keys_begin};
+    for (int64_t i = 0; i < items_ahead_; ++i) {
+      find_next(ahead, tiles, *before);
+      for (int t = 0; t < TOKENS; ++t) {
+        fetch_to_l2(before->key[t], p_.head_dim * sizeof(Cache));
+        fetch_to_l2(before->value[t], p_.value_head_dim * sizeof(Cache));
       }
     }
-    for (int32_t token = task_.keys_begin; token < task_.keys_end; token += tile_tokens_) {
-      const int32_t tile_end = token + tile_tokens_;
-      const AttentionTask* next_task = tile_end < task_.keys_end ? &task_ : task_.next;
-      next->num_tokens = 0;
-      if (next_task == &task_) {
-        find_tile(task_, tile_end, *next);
-      } else if (next_task != nullptr && next_task->keys_begin < next_task->keys_end) {
-        find_tile(*next_task, next_task->keys_begin, *next);
-      }
+    int tile_idx = 0;
+    for (int32_t token = task_.keys_begin; token < task_.keys_end; token += TOKENS, ++tile_idx) {
       for (int64_t head = 0; head < task_.num_kv_heads; ++head) {
-        find_item(*tile, task_.kv_head_idx + head, item);
-        const int64_t ahead = head + heads_ahead_;
-        if (ahead < task_.num_kv_heads) {
-          find_share(*tile, task_, ahead, fetched);
-        } else {
-          find_share(*next, next_task != nullptr ? *next_task : task_, ahead - task_.num_kv_heads, fetched);
-        }
-        attend_item(head, token, item, fetched);
+        find_item(tiles[tile_idx % MAX_TILES], task_.kv_head_idx + head, item);
+        find_next(ahead, tiles, *fetched);
+        attend_item(head, token, item, *fetched, *before);
+        std::swap(fetched, before);
       }
-      std::swap(tile, next);
     }
     finish(partial_rows != nullptr ? partial_rows : whole_rows_);
     if (partial_rows == nullptr) store_whole();
@@ -156,30 +140,40 @@ class Decode {
     item.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
     for (int i = 0; i < tile.num_tokens; ++i) item.key[i] = keys + tile.key[i];
     for (int i = 0; i < tile.num_tokens; ++i) item.value[i] = values + tile.value[i];
-    for (int i = tile.num_tokens; i < tile_tokens_; ++i) item.key[i] = item.value[i] = zeros_;
+    for (int i = tile.num_tokens; i < TOKENS; ++i) item.key[i] = item.value[i] = zeros_;
   }
 
-  // What to fetch of the task's tile as its share number `head`, in the order of memory.
-  void find_share(const TileRows<TOKENS>& tile, const AttentionTask& task, int64_t head,
-                  Item& fetched) const {
-    if (!heads_lie_together_) {
-      if (head < task.num_kv_heads) find_item(tile, task.kv_head_idx + head, fetched);
+  // The next item to fetch. After this task's come the next task's, then none.
+  struct Lookahead {
+    const AttentionTask* task;
+    int32_t token;
+    int64_t head = 0;
+    int num_tiles = 0;  // that were found
+  };
+
+  void find_next(Lookahead& ahead, TileRows<TOKENS> (&tiles)[MAX_TILES], Item& fetched) const {
+    if (ahead.task != nullptr && ahead.token >= ahead.task->keys_end) {
+      ahead.task = ahead.task == &task_ ? task_.next : nullptr;
+      if (ahead.task != nullptr) ahead.token = ahead.task->keys_begin;
+    }
+    if (ahead.task == nullptr || ahead.token >= ahead.task->keys_end) {
+      for (int t = 0; t < TOKENS; ++t) fetched.key[t] = fetched.value[t] = zeros_;
       return;
     }
-    int64_t token = head * tile_tokens_ / task.num_kv_heads;
-    int64_t row_head = head * tile_tokens_ % task.num_kv_heads;
-    for (int i = 0; i < tile_tokens_; ++i) {
-      const bool is_there = token < tile.num_tokens;
-      fetched.key[i] = is_there ? key_cache(task.kv_head_idx + row_head) + tile.key[token] : zeros_;
-      fetched.value[i] = is_there ? value_cache(task.kv_head_idx + row_head) + tile.value[token] : zeros_;
-      if (++row_head == task.num_kv_heads) {
-        row_head = 0;
-        ++token;
-      }
+    const AttentionTask& task = *ahead.task;
+    if (ahead.head == 0) {
+      const int32_t tile_end = min_of(ahead.token + TOKENS, task.keys_end);
+      tiles[ahead.num_tiles++ % MAX_TILES].find(p_, task, ahead.token, tile_end);
+    }
+    find_item(tiles[(ahead.num_tiles - 1) % MAX_TILES], task.kv_head_idx + ahead.head, fetched);
+    if (++ahead.head == task.num_kv_heads) {
+      ahead.head = 0;
+      ahead.token += TOKENS;
     }
   }
 
-  void attend_item(int64_t head, int32_t token, const Item& item, const Item& fetched) {
+  // Meanwhile fetches the item `fetched`, and asks again for what was fetched half an item before.
+  void attend_item(int64_t head, int32_t token, const Item& item, const Item& fetched, const Item& before) {
     // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
     alignas(64) uint32_t weight[MAX_VECTORS * Products::WEIGHT_VECTOR_STRIDE];
@@ -187,12 +181,14 @@ class Decode {
     if (keys_are_operands_) {
       int vector = 0;
       for (; vector + KEY_VECTORS <= num_vectors_; vector += KEY_VECTORS) {
-        multiply_stored_keys<KEY_VECTORS>(item, fetched, head, vector, score);
+        multiply_stored_keys<KEY_VECTORS>(item, fetched, before, head, vector, score);
       }
-      for (; vector < num_vectors_; ++vector) multiply_stored_keys<1>(item, fetched, head, vector, score);
+      for (; vector < num_vectors_; ++vector) {
+        multiply_stored_keys<1>(item, fetched, before, head, vector, score);
+      }
     } else {
       for (int row = 0; row < group_; row += Products::KEY_ROWS) {
-        multiply_keys(item, fetched, head, row, score[row / LANE_ROWS][0]);
+        multiply_keys(item, fetched, before, head, row, score[row / LANE_ROWS][0]);
       }
     }
     const ScoreRule<Isa> rule(p_, task_.kv_head_idx + head);
@@ -204,7 +200,8 @@ class Decode {
     for (int row = 0; row < group_; row += ROWS) {
       num_passes += Products::num_value_passes(min_of(ROWS, group_ - row), p_.value_head_dim);
     }
-    typename Products::RowFetch fetch{fetched.value, p_.value_head_dim * int64_t{sizeof(Cache)}, num_passes};
+    typename Products::RowFetch fetch{fetched.value, fetched.key, p_.value_head_dim * int64_t{sizeof(Cache)},
+                                      num_passes};
     for (int row = 0; row < group_; row += ROWS) {
       const uint32_t* row_weight = weight + row / LANE_ROWS * Products::WEIGHT_VECTOR_STRIDE +
                                    row % LANE_ROWS * Products::WEIGHT_ROW_STRIDE;
@@ -226,36 +223,35 @@ class Decode {
   // Scores of VECTORS vectors of rows: score[row vector][token / 4] = the sums over each lane's dwords. The
   // first call fetches.
   template <int VECTORS>
-  void multiply_stored_keys(const Item& item, const Item& fetched, int64_t head, int vector,
-                            float (*score)[TOKENS / 4][WIDTH]) const {
+  void multiply_stored_keys(const Item& item, const Item& fetched, const Item& before, int64_t head,
+                            int vector, float (*score)[TOKENS / 4][WIDTH]) const {
     if constexpr (Math::IS_STORED) {
       const auto num_lines = static_cast<int>(p_.head_dim / (Products::LINE_DWORDS * PACK));
       const int64_t row_bytes = vector == 0 ? p_.head_dim * sizeof(Cache) : 0;
-      // Longer keys leave the loop's own instructions enough time: memory binds.
-      const auto key_tile = LANE_ROWS > 1 && num_lines == 2 ? &Products::template key_tile<VECTORS, 2>
-                                                            : &Products::template key_tile<VECTORS, 0>;
+      constexpr bool LANES_OF_ROWS = LANE_ROWS > 1;
+      const auto key_tile = LANES_OF_ROWS && num_lines == 4   ? &Products::template key_tile<VECTORS, 4>
+                            : LANES_OF_ROWS && num_lines == 2 ? &Products::template key_tile<VECTORS, 2>
+                                                              : &Products::template key_tile<VECTORS, 0>;
       const uint32_t* query = query_ + (head * num_vectors_ + vector) * LANE_ROWS * key_dwords_;
       constexpr int TILE = Products::LANE_KEY_TOKENS;
       for (int token = 0; token < item.num_padded; token += TILE) {
         const uint32_t* keys[TILE];
-        if (vector == 0) {
-          Products::template fetch_again<TILE>(item, token, p_.head_dim, p_.value_head_dim);
-        }
         for (int t = 0; t < TILE; ++t) keys[t] = reinterpret_cast<const uint32_t*>(item.key[token + t]);
-        key_tile(keys, fetched.key + token, row_bytes, num_lines, query, LANE_ROWS * key_dwords_,
-                 score[vector][token / 4]);
+        key_tile(keys, fetched.key + token, before.value + token, row_bytes, num_lines, query,
+                 LANE_ROWS * key_dwords_, score[vector][token / 4]);
       }
     }
   }
 
   // Scores of the rows from `row` on that a call of Products takes. The first call fetches.
-  void multiply_keys(const Item& item, const Item& fetched, int64_t head, int row, float* score) const {
+  void multiply_keys(const Item& item, const Item& fetched, const Item& before, int64_t head, int row,
+                     float* score) const {
     const auto num_steps = static_cast<int>(ceil_div(p_.head_dim, Math::STEP));
     const int64_t row_bytes = row == 0 ? p_.head_dim * int64_t{sizeof(Cache)} : 0;
     const uint32_t* query = query_ + (head * num_vectors_ * LANE_ROWS + row) * key_dwords_;
     const auto multiply = [&]<int NUM_ROWS>() {
-      Products::template multiply_keys<NUM_ROWS>(item, {fetched.key, row_bytes, num_steps}, p_.head_dim,
-                                                 p_.value_head_dim, query, key_dwords_, score);
+      Products::template multiply_keys<NUM_ROWS>(item, {fetched.key, before.value, row_bytes, num_steps},
+                                                 p_.head_dim, query, key_dwords_, score);
     };
     const int num_rows = min_of(Products::KEY_ROWS, group_ - row);
     if (num_rows == 1) multiply.template operator()<1>();
@@ -362,9 +358,7 @@ class Decode {
   int group_, num_vectors_;  // rows of a KV head, and vectors of them
   int key_dwords_;           // of a padded row
   bool keys_are_operands_;   // as they lie in the cache; otherwise they are widened
-  bool heads_lie_together_;  // in memory, those of a token; otherwise the tokens of a head
-  int tile_tokens_;
-  int64_t heads_ahead_;  // items between asking for one and working on it
+  int64_t items_ahead_;      // between asking for one and working on it
   int64_t padded_value_dim_, memory_;
   // [num_kv_heads, num_vectors, key_dwords / 4, LANE_ROWS, 4], or with widened keys [.., LANE_ROWS,
   // key_dwords]

@@ -35,27 +35,20 @@ struct DecodeProducts {
     const Cache *key[TOKENS], *value[TOKENS];
   };
 
-  // Rows that are fetched evenly over num_passes passes through as many tokens.
+  // Rows that are fetched, and as many that are asked for again, evenly over num_passes passes through as
+  // many tokens.
   struct RowFetch {
-    const Cache* const* row;
+    const Cache *const *row, *const *again;
     int64_t row_bytes;
     int num_passes, due = 0;
 
     void step(int num_tokens) {
-      for (due += num_tokens; due >= num_passes; due -= num_passes) fetch_to_l2(*row++, row_bytes);
+      for (due += num_tokens; due >= num_passes; due -= num_passes) {
+        fetch_to_l2(*row++, row_bytes);
+        fetch_to_l2(*again++, row_bytes);
+      }
     }
   };
-
-  // Asks for the item's values and its next keys once more, into the L1 cache: when memory is busy, fetches
-  // get lost.
-  template <int TILE_TOKENS>
-  static void fetch_again(const Item& item, int token, int64_t num_dims, int64_t num_value_dims) {
-    const int next_keys = min_of(token + TILE_TOKENS, item.num_padded - TILE_TOKENS);
-    for (int t = 0; t < TILE_TOKENS; ++t) {
-      fetch_to_l1(item.key[next_keys + t], num_dims * sizeof(Cache));
-      fetch_to_l1(item.value[token + t], num_value_dims * sizeof(Cache));
-    }
-  }
 
   // STEP dimensions of multiply_keys, or with WHOLE = false, those that are left.
   template <bool WHOLE, int NUM_ROWS>
@@ -85,10 +78,8 @@ struct DecodeProducts {
   // score[token / 4] = a row a lane. Not inlined: in a function of its own, all operands find a register.
   template <int NUM_ROWS>
   [[gnu::noinline]] static void multiply_keys(const Item& item, RowFetch fetch, int64_t num_dims,
-                                              int64_t num_value_dims, const uint32_t* query,
-                                              int64_t query_row_stride, float* score) {
+                                              const uint32_t* query, int64_t query_row_stride, float* score) {
     for (int token = 0; token < item.num_padded; token += KEY_TOKENS, score += WIDTH) {
-      if (fetch.row_bytes != 0) fetch_again<KEY_TOKENS>(item, token, num_dims, num_value_dims);
       Float dot[NUM_ROWS][KEY_TOKENS];
 #pragma GCC unroll 4
       for (int row = 0; row < NUM_ROWS; ++row) {
@@ -118,13 +109,13 @@ struct DecodeProducts {
 
   // For keys that are used as they lie in the cache. score[v][token / 4] = the sums over each lane's dwords
   // of query . key, for VECTORS vectors of rows and LANE_KEY_TOKENS tokens. Fetches as many rows of
-  // row_bytes, evenly and in the order of memory. NUM_LINES: of a key, where the compiler may know it and
+  // row_bytes, evenly, and asks for as many again. NUM_LINES: of a key, where the compiler may know it and
   // make one run of instructions of all; otherwise 0. Not inlined: in a function of its own, all operands
   // find a register.
   template <int VECTORS, int NUM_LINES>
   [[gnu::noinline]] static void key_tile(const uint32_t* const* keys, const Cache* const* fetched,
-                                         int64_t row_bytes, int num_lines, const uint32_t* query,
-                                         int query_vector_stride, float* score) {
+                                         const Cache* const* again, int64_t row_bytes, int num_lines,
+                                         const uint32_t* query, int query_vector_stride, float* score) {
     constexpr int STEP_DWORDS = LANE_ROWS == 1 ? WIDTH : 4, LINE_STEPS = LINE_DWORDS / STEP_DWORDS;
     Float dot[VECTORS][LANE_KEY_TOKENS];
 #pragma GCC unroll 2
@@ -153,8 +144,9 @@ struct DecodeProducts {
         const int end = (step + 1) * LANE_KEY_TOKENS * ROW_LINES / NUM_STEPS;
 #pragma GCC unroll 8
         for (int i = step * LANE_KEY_TOKENS * ROW_LINES / NUM_STEPS; i < end && row_bytes > 0; ++i) {
-          const char* row = reinterpret_cast<const char*>(fetched[i / ROW_LINES]);
-          _mm_prefetch(row + i % ROW_LINES * 64, _MM_HINT_T1);
+          for (const Cache* row : {fetched[i / ROW_LINES], again[i / ROW_LINES]}) {
+            fetch_to_l2(reinterpret_cast<const char*>(row) + i % ROW_LINES * 64, 64);
+          }
         }
         multiply(step);
       }
@@ -162,6 +154,7 @@ struct DecodeProducts {
       const int num_steps = num_lines * LINE_STEPS;
       for (int row = 0, step = 0; row < LANE_KEY_TOKENS; ++row) {
         fetch_to_l2(fetched[row], row_bytes);
+        fetch_to_l2(again[row], row_bytes);
         for (; step < num_steps * (row + 1) / LANE_KEY_TOKENS; ++step) multiply(step);
       }
     }
