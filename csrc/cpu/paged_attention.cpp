@@ -75,12 +75,22 @@ void find_keys(const PagedAttentionParams& p, AttentionTask& task) {
   task.keys_begin = std::min(task.keys_begin, task.keys_end);
 }
 
-// How many KV heads of a sequence one decode task takes: all, so that memory is read in order, but no more
-// than leaves every thread some tasks.
+// Where the keys of units that have num_tokens of them, counted for each KV head, are cut.
+int64_t chunk_tokens_of(int64_t num_tokens, int64_t min_tokens) {
+  return std::max(min_tokens, ceil_div(num_tokens, WANTED_TASKS * CHUNK_UNIT) * CHUNK_UNIT);
+}
+
+// How many KV heads of a sequence one decode task takes: all, since a longer task starts less often, but no
+// more than leaves every thread some tasks.
 int64_t heads_per_decode(const PagedAttentionParams& p) {
-  const int64_t num_threads = omp_get_max_threads(), num_units = p.num_seqs * p.num_kv_heads;
+  const int64_t num_threads = omp_get_max_threads();
   if (num_threads == 1) return p.num_kv_heads;
-  return std::clamp<int64_t>(num_units / (TASKS_PER_THREAD * num_threads), 1, p.num_kv_heads);
+  int64_t num_tokens = 0, num_chunks = 0;
+  for (int64_t i = 0; i < p.num_seqs; ++i) num_tokens += p.context_lens[i];
+  const int64_t chunk_tokens = chunk_tokens_of(num_tokens * p.num_kv_heads, MIN_CHUNK_TOKENS);
+  for (int64_t i = 0; i < p.num_seqs; ++i) num_chunks += ceil_div(p.context_lens[i], chunk_tokens);
+  const int64_t num_tasks = num_chunks * p.num_kv_heads;  // of one head each
+  return std::clamp<int64_t>(num_tasks / (TASKS_PER_THREAD * num_threads), 1, p.num_kv_heads);
 }
 
 std::vector<Unit> list_units(const PagedAttentionParams& p) {
@@ -127,7 +137,7 @@ Chunks cut_keys(const PagedAttentionParams& p, std::vector<Unit>& units) {
       num_tokens += (unit.task.keys_end - unit.task.keys_begin) * unit.task.num_kv_heads;
     }
     const int64_t min_tokens = all_decode ? MIN_CHUNK_TOKENS : MIN_CHUNK_TOKENS_OF_MANY_ROWS;
-    chunks.chunk_tokens = std::max(min_tokens, ceil_div(num_tokens, WANTED_TASKS * CHUNK_UNIT) * CHUNK_UNIT);
+    chunks.chunk_tokens = chunk_tokens_of(num_tokens, min_tokens);
   }
   for (int64_t i = 0; i < static_cast<int64_t>(units.size()); ++i) {
     Unit& unit = units[i];
