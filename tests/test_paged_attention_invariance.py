@@ -216,6 +216,19 @@ def test_split_size_one_long_sequence_with_any_number_of_threads(
     assert_same_bits(results[2], results[0])
 
 
+def test_heads_that_any_number_of_threads_share_unevenly(backend: Backend, threads: Any) -> None:
+    # On the CPU threads decide how many KV heads a task has; three make it eight, and one that is left over.
+    case = build_case(
+        [300 + 7 * i for i in range(11)], device=backend.device, num_heads=18, num_kv_heads=9, block_size=16
+    )
+    results = []
+    for num_threads in (1, 2, 3, 5, 16):
+        threads(num_threads)
+        results.append(check_attention(backend, case))
+    for out in results[1:]:
+        assert_same_bits(out, results[0])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize(
