@@ -138,8 +138,12 @@ class Decode {
     const Cache *keys = key_cache(kv_head_idx), *values = value_cache(kv_head_idx);
     item.num_tokens = tile.num_tokens;
     item.num_padded = static_cast<int>(ceil_div(tile.num_tokens, WIDTH)) * WIDTH;
-    for (int i = 0; i < tile.num_tokens; ++i) item.key[i] = keys + tile.key[i];
-    for (int i = 0; i < tile.num_tokens; ++i) item.value[i] = values + tile.value[i];
+    const auto find_rows = [&](int num_tokens) __attribute__((always_inline)) {
+      for (int i = 0; i < num_tokens; ++i) item.key[i] = keys + tile.key[i];
+      for (int i = 0; i < num_tokens; ++i) item.value[i] = values + tile.value[i];
+    };
+    if (tile.num_tokens == TOKENS) return find_rows(TOKENS);  // by whole vectors
+    find_rows(tile.num_tokens);
     for (int i = tile.num_tokens; i < TOKENS; ++i) item.key[i] = item.value[i] = zeros_;
   }
 
