@@ -85,10 +85,19 @@ int64_t chunk_tokens_of(int64_t num_tokens, int64_t min_tokens) {
 int64_t heads_per_decode(const PagedAttentionParams& p) {
   const int64_t num_threads = omp_get_max_threads();
   if (num_threads == 1) return p.num_kv_heads;
+  // Of a sequence, what its last query sees, which is all that a query of decode sees.
+  std::vector<int64_t> seen(p.num_seqs);
   int64_t num_tokens = 0, num_chunks = 0;
-  for (int64_t i = 0; i < p.num_seqs; ++i) num_tokens += p.context_lens[i];
+  for (int64_t seq_idx = 0; seq_idx < p.num_seqs; ++seq_idx) {
+    const int64_t begin = p.query_start_loc != nullptr ? p.query_start_loc[seq_idx] : seq_idx;
+    const int64_t end = p.query_start_loc != nullptr ? p.query_start_loc[seq_idx + 1] : seq_idx + 1;
+    if (begin == end) continue;
+    const RowMask mask = row_mask(p, seq_idx, end - begin, end - begin - 1, end - 1);
+    seen[seq_idx] = std::max<int64_t>(0, mask.end - mask.begin);
+    num_tokens += seen[seq_idx];
+  }
   const int64_t chunk_tokens = chunk_tokens_of(num_tokens * p.num_kv_heads, MIN_CHUNK_TOKENS);
-  for (int64_t i = 0; i < p.num_seqs; ++i) num_chunks += ceil_div(p.context_lens[i], chunk_tokens);
+  for (const int64_t tokens : seen) num_chunks += ceil_div(tokens, chunk_tokens);
   const int64_t num_tasks = num_chunks * p.num_kv_heads;  // of one head each
   return std::clamp<int64_t>(num_tasks / (TASKS_PER_THREAD * num_threads), 1, p.num_kv_heads);
 }

@@ -3,9 +3,9 @@
 // Vectors run along head_dim, so that K and V are used as they lie in the cache, and once. A score vector is
 // split into 128-bit lanes. With LANE_ROWS = 1 all lanes work on one row, otherwise each has a row of its
 // own. Scores of one vector of rows, or of K that must be widened first, are sums over the lanes of registers
-// of K times registers of Q. For two vectors of rows those sums would cost as much as the products; instead
-// 16 bytes of K in every lane meet 16 bytes of each row's Q. Either way 4 tokens make up a quad, in which the
-// sums over the 4 dwords of a lane end. The softmax step works on vectors of LANE_ROWS rows by LANE_TOKENS
+// of K times registers of Q. For two vectors of rows it is faster to let 16 bytes of K in every lane meet 16
+// bytes of each row's Q. Either way 4 tokens make up a quad, in which the sums over the 4 dwords of a lane
+// end. The softmax step works on vectors of LANE_ROWS rows by LANE_TOKENS
 // tokens. Values are added up for DECODE_ROWS rows and a few vectors of head_dim.
 //
 // Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Hardware does not know where the
@@ -176,7 +176,8 @@ class Decode {
     }
   }
 
-  // Meanwhile fetches the item `fetched`, and asks again for what was fetched half an item before.
+  // Meanwhile fetches the item `fetched`, and asks again for what was fetched half an item before: for values
+  // while it is the turn of keys, and the other way round.
   void attend_item(int64_t head, int32_t token, const Item& item, const Item& fetched, const Item& before) {
     // [row vector][token / 4][WIDTH]: the sums of a quad, one lane after the other
     alignas(64) float score[MAX_VECTORS][TOKENS / 4][WIDTH];
