@@ -17,8 +17,9 @@ struct DecodeProducts {
   using Operand = typename Math::Operand;
   static constexpr int WIDTH = Isa::WIDTH;
   static constexpr int PACK = Math::PACK;
-  static constexpr int TOKENS = sizeof(Cache) == 1 ? 64 : 32;  // of an item, at most
-  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;        // of a vector of scores
+  // Of an item, at most: many where arithmetic binds, as each item's softmax step is waited for.
+  static constexpr int TOKENS = sizeof(Cache) == 1 || (sizeof(Cache) == 2 && LANE_ROWS > 1) ? 64 : 32;
+  static constexpr int LANE_TOKENS = WIDTH / LANE_ROWS;  // of a vector of scores
   static_assert(LANE_ROWS == 1 || LANE_TOKENS == 4);
   // Register tiles of scores: of multiply_keys, and of key_tile.
   static constexpr int KEY_TOKENS = 4, KEY_ROWS = LANE_ROWS == 1 ? 2 : LANE_ROWS;
