@@ -42,7 +42,7 @@ struct BlockProducts {
   }
 
   // acc[dim][row] = acc[dim][row] * factor[row] + sum over the dwords i from `begin` on of values[i][dim] *
-  // weight[i][row]: those of the tokens before ends[vector].
+  // weight[i][row]: those of the tokens before ends[vector]. factor null: what acc holds does not count.
   static void multiply_values(const uint32_t* values, int64_t value_stride, int begin, const int* ends,
                               int64_t num_dims, const uint32_t* weight, const float* factor, float* acc) {
     for (int64_t dim = 0; dim + TILE <= num_dims; dim += TILE) {
@@ -108,11 +108,12 @@ struct BlockProducts {
     add_values<0>(values, value_stride, begin, ends, weight, sum);
 #pragma GCC unroll 4
     for (int r = 0; r < ROW_VECTORS; ++r) {
-      const Float f = Isa::load(factor + r * WIDTH);
 #pragma GCC unroll 8
       for (int d = 0; d < TILE; ++d) {
         float* place = acc + d * ROWS + r * WIDTH;
-        Isa::store(place, Isa::fma(Isa::load(place), f, sum[d][r]));
+        if (factor != nullptr)
+          sum[d][r] = Isa::fma(Isa::load(place), Isa::load(factor + r * WIDTH), sum[d][r]);
+        Isa::store(place, sum[d][r]);
       }
     }
   }

@@ -77,10 +77,7 @@ class Prefill {
   }
 
   void attend(float* partial_rows) {
-    for (int i = 0; i < num_blocks_; ++i) {
-      blocks_[i].start(p_, task_, task_.row_begin + i * BLOCK_ROWS);
-      std::memset(blocks_[i].acc, 0, padded_value_dim_ * BLOCK_ROWS * sizeof(float));
-    }
+    for (int i = 0; i < num_blocks_; ++i) blocks_[i].start(p_, task_, task_.row_begin + i * BLOCK_ROWS);
     int32_t begin = task_.keys_begin & ~1;
     if (begin >= task_.keys_end) {
       for (int i = 0; i < num_blocks_; ++i) store(blocks_[i], partial_rows);
@@ -281,7 +278,8 @@ class Prefill {
       weigh(block, vector * WIDTH, begin, seen.end[vector], largest, factor);
     }
     Products::multiply_values(values_, value_stride_, begin / PACK, seen.end, p_.value_head_dim, weight_,
-                              factor, block.acc);
+                              block.has_acc ? factor : nullptr, block.acc);
+    block.has_acc = true;
     if (has_specials_) add_specials(block, begin, last_end);
   }
 
@@ -343,6 +341,7 @@ class Prefill {
   }
 
   void store(const Block& block, float* partial_rows) const {
+    if (!block.has_acc) std::memset(block.acc, 0, padded_value_dim_ * BLOCK_ROWS * sizeof(float));
     const BlockStore<Math, BLOCK_ROWS> stored{
         p_, task_, rule_, block.row_begin, block.num_rows, block.acc, block.largest, block.sum};
     if (partial_rows != nullptr) {

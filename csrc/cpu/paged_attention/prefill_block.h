@@ -30,11 +30,12 @@ struct PrefillBlock {
   int num_rows;
   uint32_t* query;  // [padded head_dim / PACK, ROWS]
   float* acc;       // [padded value_head_dim, ROWS]
+  bool has_acc;     // anything in acc
   alignas(64) float largest[ROWS], sum[ROWS];
   float slope[ROWS];               // of ALiBi
   int32_t begin[ROWS], end[ROWS];  // the keys a row sees; with a tree, those that it may see
   int32_t position[ROWS];
-  RowMask masks[ROWS];
+  RowMask masks[ROWS];              // with a tree alone
   int32_t seen_begin, seen_end;     // keys that some row sees
   int32_t sure_begin, sure_end;     // keys that every row sees
   int32_t vector_end[ROW_VECTORS];  // where the keys end that rows of this or an earlier vector see
@@ -58,6 +59,7 @@ struct PrefillBlock {
   void start(const PagedAttentionParams& p, const AttentionTask& task, int64_t first_row) {
     const int64_t group = p.num_heads / p.num_kv_heads;
     row_begin = first_row;
+    has_acc = false;
     num_rows = static_cast<int>(min_of<int64_t>(ROWS, task.row_end - first_row));
     seen_begin = sure_end = std::numeric_limits<int32_t>::max();
     seen_end = sure_begin = 0;
@@ -72,7 +74,7 @@ struct PrefillBlock {
         sure_begin = max_of(sure_begin, mask.begin);
         sure_end = min_of(sure_end, min_of(mask.end, min_of(mask.causal_end, mask.tree_begin)));
       }
-      masks[row] = mask;
+      if (p.tree_mask != nullptr) masks[row] = mask;
       begin[row] = mask.begin;
       end[row] = mask.tree_row != nullptr ? mask.end : min_of(mask.end, mask.causal_end);
       position[row] = mask.position;
