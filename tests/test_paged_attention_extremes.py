@@ -1,4 +1,4 @@
-"""paged_attention: contexts of 2**24 tokens and more, sinks near the end of float32, weights far apart."""
+"""paged_attention: contexts of 2**24 tokens and more, sinks near the end of float32, weights of 0 or nearly."""
 
 from __future__ import annotations
 
@@ -98,3 +98,30 @@ def test_small_weights_beside_a_large_one_keep_their_digits(
     expected = reference.paged_attention(*arguments, **scales, compute_dtype=torch.float64)
     assert isinstance(expected, Tensor)
     assert (out.double() - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("split_size", [None, 8])
+def test_a_visible_nan_of_no_weight_is_seen_by_all_rows_that_see_its_key(
+    backend: Backend, split_size: int | None
+) -> None:
+    """A score of -inf is not a mask: 0 * NaN is NaN, whether or not other rows see less."""
+    keys, values = (
+        torch.zeros(1, 4, 1, 8, device=backend.device),
+        torch.ones(1, 4, 1, 8, device=backend.device),
+    )
+    keys[0, 0] = -torch.inf
+    values[0, 0, 0, 0] = torch.nan
+    out = backend.ops.paged_attention(
+        torch.ones(3, 1, 8, device=backend.device),
+        backend.tensor([[0]]),
+        keys,
+        values,
+        backend.tensor([3]),
+        window=2,
+        split_size=split_size,
+        query_start_loc=backend.tensor([0, 3]),
+        max_query_len=3,
+    )
+    expected = torch.ones(2, 1, 8, device=backend.device)
+    expected[0, 0, 0] = torch.nan
+    torch.testing.assert_close(out[1:], expected, equal_nan=True)

@@ -21,7 +21,7 @@ struct BlockStore {
   const ScoreRule<Isa>& rule;
   int64_t first_row;
   int num_rows;
-  const float* acc;            // [value_head_dim, BLOCK_ROWS]
+  const float* acc;            // [value_head_dim, BLOCK_ROWS], and what makes up a whole vector
   const float *largest, *sum;  // [BLOCK_ROWS]
 
   // Out and lse of rows that have seen all their keys.

@@ -5,8 +5,8 @@
 // own. Scores of one vector of rows, or of K that must be widened first, are sums over the lanes of registers
 // of K times registers of Q. For two vectors of rows it is faster to let 16 bytes of K in every lane meet 16
 // bytes of each row's Q. Either way 4 tokens make up a quad, in which the sums over the 4 dwords of a lane
-// end. The softmax step works on vectors of LANE_ROWS rows by LANE_TOKENS
-// tokens. Values are added up for DECODE_ROWS rows and a few vectors of head_dim.
+// end. The softmax step works on vectors of LANE_ROWS rows by LANE_TOKENS tokens. Values are added up for
+// DECODE_ROWS rows and a few vectors of head_dim.
 //
 // Bytes: K and V once. Keys come in tiles; an item is a tile of one KV head. Hardware does not know where the
 // next page lies, so while the task works on an item it fetches another, of the next task where that is

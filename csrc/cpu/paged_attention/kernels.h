@@ -13,7 +13,7 @@ namespace {  // each instruction set has a copy of its own
 template <class Isa, class MathOf>
 struct KernelTable {
   static void decode(const PagedAttentionParams& p, const AttentionTask& task, float* partial_rows) {
-    // A row a lane, unless that left more than half of the lanes without one.
+    // A row a lane, unless that left half of the lanes or more without one.
     const bool few = p.num_heads / p.num_kv_heads <= Isa::LANES / 2;
     MathOf::dispatch(p, [&]<class Math>() {
       (few ? Decode<Math, 1>::run : Decode<Math, Isa::LANES>::run)(p, task, partial_rows);

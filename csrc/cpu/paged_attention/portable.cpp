@@ -105,8 +105,8 @@ void accumulate_tile(const PagedAttentionParams& p, Row& row, float* acc, int64_
   float* tile_acc = scratch.tile_acc.data();
   std::fill_n(tile_acc, p.value_head_dim, 0.0f);
   for (int64_t token = token_begin; token < token_end; ++token) {
+    if (!row.mask.visible(token)) continue;  // a masked slot may hold NaN, and 0 * NaN is NaN
     const float score = scratch.score[token - token_begin];
-    if (score == NEG_INF) continue;  // a masked slot may hold NaN, and 0 * NaN is NaN
     const float weight = row.softmax.weight(score);
     tile_sum += weight;
     const float* value = scratch.value.data() + (token - token_begin) * p.value_head_dim;

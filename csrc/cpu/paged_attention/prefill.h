@@ -241,7 +241,7 @@ class Prefill {
     }
   }
 
-  void add_specials(Block& block, int token_begin, int token_end) {
+  void add_specials(Block& block, int32_t tile_begin, int token_begin, int token_end) {
     for (int token = token_begin; token < token_end; ++token) {
       const uint32_t* stored = values_as_stored_ + token / PACK * value_stride_;
       const uint32_t* weights = weight_ + token / PACK * BLOCK_ROWS;
@@ -249,7 +249,7 @@ class Prefill {
         const float value = Math::element(stored[dim], token % PACK);
         if (std::isfinite(value)) continue;
         for (int row = 0; row < block.num_rows; ++row) {
-          if (score_[token * BLOCK_ROWS + row] == NEG_INF) continue;
+          if (!block.masks[row].visible(tile_begin + token)) continue;
           block.acc[dim * BLOCK_ROWS + row] += Math::element(weights[row], token % PACK) * value;
         }
       }
@@ -280,7 +280,7 @@ class Prefill {
     Products::multiply_values(values_, value_stride_, begin / PACK, seen.end, p_.value_head_dim, weight_,
                               block.has_acc ? factor : nullptr, block.acc);
     block.has_acc = true;
-    if (has_specials_) add_specials(block, begin, last_end);
+    if (has_specials_) add_specials(block, tile_begin, begin, last_end);
   }
 
   void adjust_scores(const Block& block, int32_t tile_begin, int begin, int end) {

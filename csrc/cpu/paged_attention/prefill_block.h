@@ -35,7 +35,7 @@ struct PrefillBlock {
   float slope[ROWS];               // of ALiBi
   int32_t begin[ROWS], end[ROWS];  // the keys a row sees; with a tree, those that it may see
   int32_t position[ROWS];
-  RowMask masks[ROWS];              // with a tree alone
+  RowMask masks[ROWS];
   int32_t seen_begin, seen_end;     // keys that some row sees
   int32_t sure_begin, sure_end;     // keys that every row sees
   int32_t vector_end[ROW_VECTORS];  // where the keys end that rows of this or an earlier vector see
@@ -74,7 +74,7 @@ struct PrefillBlock {
         sure_begin = max_of(sure_begin, mask.begin);
         sure_end = min_of(sure_end, min_of(mask.end, min_of(mask.causal_end, mask.tree_begin)));
       }
-      if (p.tree_mask != nullptr) masks[row] = mask;
+      masks[row] = mask;
       begin[row] = mask.begin;
       end[row] = mask.tree_row != nullptr ? mask.end : min_of(mask.end, mask.causal_end);
       position[row] = mask.position;
