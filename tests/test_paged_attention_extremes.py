@@ -1,4 +1,4 @@
-"""paged_attention: contexts of 2**24 tokens and more, sinks near the end of float32, weights of 0 or nearly."""
+"""paged_attention: contexts of 2**24 tokens and more, sinks near float32's end, weights of 0 or nearly."""
 
 from __future__ import annotations
 
